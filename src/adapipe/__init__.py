@@ -1,0 +1,1 @@
+"""AdaPipe: pipeline-parallel training that alternates between synchronous and asynchronous phases."""

@@ -1,0 +1,83 @@
+"""A pipeline as its user sees it: run updates, evaluate. The stages live in this process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapipe.engine.bulletin import Bulletin
+from adapipe.engine.runtime import Batches, Row, Runtime, Work
+from adapipe.engine.transport import Steps, Transport
+from adapipe.engine.transport.in_process import Hub
+from adapipe.errors import EngineError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run of updates did: the same numbers on every rank. `field(name)` is a (stages, updates) matrix."""
+
+    rows: NDArray[np.float64]  # (stages, updates, len(Row))
+
+    @property
+    def updates(self) -> int:
+        return int(self.rows.shape[1])
+
+    def field(self, name: str) -> NDArray[np.float64]:
+        return self.rows[:, :, Row._fields.index(name)]
+
+
+class Pipeline:
+    """The stages that this process runs: all of them, or the one of this rank.
+
+    Calling `run` and `evaluate` is collective: every rank calls them in the same order with the same arguments.
+    """
+
+    def __init__(self, runtimes: Sequence[Runtime], hub: Hub | None = None) -> None:
+        self.runtimes = list(runtimes)
+        self._hub = hub
+
+    def begin_phase(self) -> None:
+        """Agree anew on shapes with the next messages."""
+        for runtime in self.runtimes:
+            runtime.transport.begin_phase()
+
+    def run(self, work: Work) -> Report:
+        """Make updates; may make fewer than asked (see `Work.should_stop`)."""
+        rows = self._drive([runtime.run(work) for runtime in self.runtimes])
+        return Report(rows[0])
+
+    def evaluate(self, batches: Batches, microbatches: int) -> tuple[float, int]:
+        """Loss sum and tokens over held-out microbatches 0, 1, ..., with the current weights in evaluation mode."""
+        self.begin_phase()
+        result = self._drive([runtime.evaluate(batches, microbatches) for runtime in self.runtimes])[0]
+        self.begin_phase()
+        return result
+
+    def _drive(self, stages: Sequence[Steps[T]]) -> list[T]:
+        """Let every stage run as far as it can, in turn, until all are done."""
+        results: dict[int, T] = {}
+        while len(results) < len(stages):
+            before = (self._hub.events if self._hub else 0, len(results))
+            for index, steps in enumerate(stages):
+                if index in results:
+                    continue
+                try:
+                    next(steps)
+                except StopIteration as stop:
+                    results[index] = stop.value
+            if before == (self._hub.events if self._hub else 0, len(results)):
+                waiting = [index for index in range(len(stages)) if index not in results]
+                raise EngineError(f"deadlock: stages {waiting} wait for each other")
+        return [results[index] for index in range(len(stages))]
+
+
+def in_process_pipeline(stages: int, build: Callable[[int, Transport], Runtime]) -> Pipeline:
+    """All stages in this thread. build: (stage, its transport) -> its runtime."""
+    hub = Hub(stages, Bulletin.length(stages))
+    return Pipeline([build(transport.stage, transport) for transport in hub.transports()], hub)

@@ -1,0 +1,389 @@
+"""The runtime of one stage: it walks an order, action by action, and knows no schedule by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from adapipe.engine.bulletin import Bulletin
+from adapipe.engine.clipping import clip_coefficient
+from adapipe.engine.clock import Clock
+from adapipe.engine.stage import Stage
+from adapipe.engine.transport import Direction, Steps, Transport
+from adapipe.engine.transport.base import Vector
+from adapipe.errors import AdaPipeError, EngineError, PeerFailure, StageFailure
+from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order
+from adapipe.schedule.laws import staleness_bound, version_bound
+
+
+class Batches(Protocol):
+    """Microbatches by number: any stage can compute any of them, so no data is ever sent between stages."""
+
+    def __call__(self, microbatch: int, /) -> tuple[torch.Tensor, Any]:
+        """(inputs for stage 0, targets for the loss)."""
+
+
+class Record(NamedTuple):
+    """One action as it happened. Times are the clock's seconds; `waited` is the part of end - start spent waiting."""
+
+    action: Action
+    start: float
+    end: float
+    waited: float
+    version_used: int  # number of updates in the weights that the action's forward read
+    version_current: int  # number of updates that the stage had made
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Updates to make, all in one mode.
+
+    flush_every: updates per segment; 1 is synchronous, `updates` (or more) flushes only at the end.
+    rate_factor: update number -> what to multiply the learning rates with; the same function on every stage.
+    should_stop: asked on stage 0 before every forward; once it says yes, the run ends after the update in progress.
+    on_update: called on stage 0 after each of its updates with (updates done, last known (update, loss)).
+    """
+
+    first_update: int
+    updates: int
+    flush_every: int
+    rate_factor: Callable[[int], float]
+    should_stop: Callable[[], bool] = lambda: False
+    on_update: Callable[[int, tuple[int, float] | None], None] = lambda done, loss: None
+
+
+class Row(NamedTuple):
+    """What one stage reports about one update; all numbers, so that rows travel as one matrix."""
+
+    update: float
+    loss: float  # mean per token, on the last stage; NaN on others
+    tokens: float  # tokens of the update, on the last stage; 0 on others
+    squared_norm: float  # of the stage's own gradients, before clipping
+    clip_norm: float  # the global norm that this stage clipped by
+    skipped: float  # 1 if the stage skipped the update
+    mean_staleness: float
+    most_stale: float
+    seconds: float  # since the stage's previous update ended
+    waited: float  # the part of them spent waiting for other stages
+    ended: float  # clock
+
+
+class Runtime:
+    """Runs the actions of one stage.
+
+    microbatches: K, per update. clip: limit of the global gradient norm, or None. count: targets -> tokens in them.
+    rank: named in messages.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport,
+        clock: Clock,
+        batches: Batches,
+        *,
+        microbatches: int,
+        clip: float | None,
+        count: Callable[[Any], int],
+        rank: int,
+    ) -> None:
+        self.stage = stage
+        self.transport = transport
+        self.clock = clock
+        self.batches = batches
+        self.microbatches = microbatches
+        self.clip = clip
+        self.count = count
+        self.rank = rank
+        self.bulletin = Bulletin(stage.stages)
+        self.records: list[Record] = []
+        self.most_versions = 1
+        self._targets: dict[int, Any] = {}  # last stage: of the update in progress and of microbatches in flight
+        self._tokens: dict[int, int] = {}  # last stage: by update
+        self._losses: list[float] = []  # last stage: sums of the update in progress
+        self._staleness: list[int] = []  # of the update in progress
+        self._waited = 0.0  # since the last update ended
+        self._ended = 0.0  # when it ended
+        self._versioned = False
+        self._exact = True  # norms of all stages are gathered at the update, not taken from the bulletin
+        self._segment_start = 0
+        self._stopping = False
+        self._bound = 0  # of the staleness in this segment
+        self._order: SegmentOrder
+        self._work: Work
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def run(self, work: Work) -> Steps[Vector]:
+        """Make the updates of `work`. Returns the rows of all stages on each: (stages, updates made, len(Row)).
+
+        May end early (`should_stop`, or a stage that skipped a non-finite gradient between flushes).
+        """
+        self._work = work
+        self.stage.module.train()
+        self.records.clear()
+        self._stopping = False
+        rows: list[Row] = []
+        self._waited, self._ended = 0.0, self.clock.now()
+        done, end = work.first_update, work.first_update + work.updates
+        while done < end and not self._stopping:
+            yield from self._segment(done, min(work.flush_every, end - done), rows)
+            done = self._order.end_update
+        yield from self._gather(np.zeros(1))  # until the last stage has flushed: the wait is part of the run
+        now = self.clock.now()
+        rows[-1] = rows[-1]._replace(
+            seconds=rows[-1].seconds + now - self._ended, waited=rows[-1].waited + self._waited, ended=now
+        )
+        gathered = yield from self._gather(np.array(rows).ravel())
+        return gathered.reshape(self.stage.stages, len(rows), len(Row._fields))
+
+    def _segment(self, first_update: int, updates: int, rows: list[Row]) -> Steps[None]:
+        stage = self.stage
+        self._order = SegmentOrder(stage.index, stage.stages, self.microbatches, first_update, updates)
+        self._segment_start = first_update
+        self._exact = updates == 1
+        bound = staleness_bound(stage.index, stage.stages, self.microbatches)
+        self._bound = 0 if self._exact else bound
+        self._versioned = self._bound > 0
+        if not stage.first:
+            self.transport.post(Direction.DOWN, first_update * self.microbatches)
+        for action in self._order:
+            if action.kind is Kind.FORWARD:
+                yield from self._located(action, self._forward(action))
+            elif action.kind is Kind.BACKWARD:
+                yield from self._located(action, self._backward(action))
+            else:
+                yield from self._located(action, self._update(action, rows))
+        if stage.in_flight:
+            raise EngineError(f"stage {stage.index} flushed with {stage.in_flight} microbatches in flight")
+
+    def _located(self, action: Action, steps: Steps[None]) -> Steps[None]:
+        """Say where it happened if something goes wrong."""
+        try:
+            yield from steps
+        except (PeerFailure, StageFailure):
+            raise
+        except Exception as error:
+            microbatch = None if action.kind is Kind.UPDATE else action.index
+            what = str(error) if isinstance(error, AdaPipeError) else f"{type(error).__name__}: {error}"
+            raise self._failure(what, action, microbatch) from error
+
+    def _failure(self, what: str, action: Action, microbatch: int | None) -> StageFailure:
+        return StageFailure(what, rank=self.rank, stage=self.stage.index, cell=str(action), microbatch=microbatch)
+
+    def _forward(self, action: Action) -> Steps[None]:
+        i, stage, order = action.index, self.stage, self._order
+        start = self.clock.now()
+        waited = 0.0
+        targets = self._targets_of(i) if stage.last else None
+        if stage.first:
+            self._maybe_stop(i)
+            inputs = self._load(i)[0].to(stage.device)
+        else:
+            message = yield from self.transport.receive(Direction.DOWN, i)
+            waited += self.clock.now() - start
+            self._read(message.note)
+            inputs = message.payload
+            if i + 1 < order.end_microbatch:
+                self.transport.post(Direction.DOWN, i + 1)
+        output = stage.forward(i, inputs, targets, versioned=self._versioned)
+        if stage.last:
+            loss = float(output)
+            if not math.isfinite(loss):
+                raise AdaPipeError(
+                    f"the loss is {loss}: the run has diverged (lower the learning rate, or clip gradients), or the "
+                    "data or the loss function gives values that are not finite"
+                )
+            self._losses.append(loss)
+        else:
+            waited += yield from self._send(Direction.DOWN, i, output)
+            if i == self._segment_start * self.microbatches:
+                self.transport.post(Direction.UP, i)
+        self.most_versions = max(self.most_versions, stage.versions.live)
+        self._record(action, start, waited, stage.versions.number)
+
+    def _backward(self, action: Action) -> Steps[None]:
+        i, stage = action.index, self.stage
+        start = self.clock.now()
+        waited, gradient = 0.0, None
+        if not stage.last:
+            message = yield from self.transport.receive(Direction.UP, i)
+            waited += self.clock.now() - start
+            self._read(message.note)
+            gradient = message.payload
+            # Its forward is done, or will be before this gradient can come: at most P - s are in flight.
+            if i + 1 < self._order.end_microbatch:
+                self.transport.post(Direction.UP, i + 1)
+        update = i // self.microbatches
+        scale = 1.0 / self._tokens[update] if stage.last else 1.0
+        input_gradient, used = stage.backward(i, gradient, scale)
+        if not stage.last:
+            self.transport.release(Direction.UP, i)
+        if input_gradient is not None:
+            waited += yield from self._send(Direction.UP, i, input_gradient)
+            self.transport.release(Direction.DOWN, i)
+        staleness = update - used
+        if not 0 <= staleness <= self._bound:
+            raise EngineError(
+                f"the gradient of microbatch {i} is {staleness} updates old, the law allows {self._bound}"
+            )
+        self._staleness.append(staleness)
+        self._record(action, start, waited, used)
+
+    def _update(self, action: Action, rows: list[Row]) -> Steps[None]:
+        update, stage, bulletin = action.index, self.stage, self.bulletin
+        start = self.clock.now()
+        waited, loss, tokens = 0.0, math.nan, 0
+        if stage.last:
+            tokens = self._tokens.pop(update)
+            loss = sum(self._losses) / tokens
+            self._losses.clear()
+            bulletin.post_loss(update, loss)
+        own = stage.squared_norm()
+        if self._exact:
+            gathering = self.clock.now()
+            gathered = yield from self.transport.all_gather(np.array([own, loss]))
+            waited += self.clock.now() - gathering
+            skip = not bool(np.isfinite(gathered[:, 0]).all())
+            bulletin.post_loss(update, float(gathered[-1, 1]))
+            for other, squared in enumerate(gathered[:, 0]):
+                if not skip:
+                    bulletin.post_norm(other, update, float(squared))
+        else:
+            skip = not math.isfinite(own)
+            if not skip:
+                bulletin.post_norm(stage.index, update, own)
+        squared = bulletin.squared_norm()
+        if skip:
+            bulletin.post_skipped(stage.index, update)
+            stage.skip_update()
+        else:
+            stage.update(self._work.rate_factor(update), clip_coefficient(squared, self.clip))
+        versions = version_bound(stage.index, stage.stages, self.microbatches)
+        if stage.versions.live > versions:
+            raise EngineError(f"{stage.versions.live} weight versions are live, the law allows {versions}")
+        self.most_versions = max(self.most_versions, stage.versions.live)
+        self._record(action, start, waited, stage.versions.number)
+        now = self.clock.now()
+        staleness = self._staleness
+        rows.append(
+            Row(
+                update=update,
+                loss=loss,
+                tokens=tokens,
+                squared_norm=own,
+                clip_norm=math.sqrt(squared),
+                skipped=float(skip),
+                mean_staleness=sum(staleness) / len(staleness),
+                most_stale=max(staleness),
+                seconds=now - self._ended,
+                waited=self._waited,
+                ended=now,
+            )
+        )
+        self._staleness, self._waited, self._ended = [], 0.0, now
+        if stage.first:
+            self._work.on_update(update + 1, bulletin.loss)
+
+    def _maybe_stop(self, microbatch: int) -> None:
+        """On stage 0: end the segment with the update of this microbatch, if asked to, or if a stage had to skip a
+        non-finite gradient since the last flush. The note of this forward tells the other stages."""
+        if self._stopping:
+            return
+        if self._work.should_stop() or self.bulletin.skipped_since(self._segment_start):
+            self.bulletin.post_end(microbatch // self.microbatches + 1)
+            self._obey_end()
+
+    def _read(self, note: Vector) -> None:
+        self.bulletin.merge(note)
+        self._obey_end()
+
+    def _obey_end(self) -> None:
+        end = self.bulletin.end_after(self._segment_start)
+        if end is not None and not self._stopping:
+            self._order.end_at(end)
+            self._stopping = True
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Batches, microbatches: int) -> Steps[tuple[float, int]]:
+        """Loss sum and token count over held-out `microbatches`, known on every stage. The pipeline must be flushed."""
+        stage = self.stage
+        stage.module.eval()
+        total, tokens = 0.0, 0
+        for action in evaluation_order(stage.index, microbatches):
+            counted = yield from self._evaluate_one(action, batches, microbatches)
+            total, tokens = total + counted[0], tokens + counted[1]
+        gathered = yield from self._gather(np.array([total, tokens]))
+        return float(gathered[-1, 0]), int(gathered[-1, 1])
+
+    def _evaluate_one(self, action: Action, batches: Batches, microbatches: int) -> Steps[tuple[float, int]]:
+        i, stage = action.index, self.stage
+        try:
+            targets = batches(i)[1] if stage.last else None
+            if stage.first:
+                inputs = batches(i)[0].to(stage.device)
+            else:
+                message = yield from self.transport.receive(Direction.DOWN, i)
+                inputs = message.payload
+                if i + 1 < microbatches:
+                    self.transport.post(Direction.DOWN, i + 1)
+            output = stage.evaluate(inputs, self._to_device(targets))
+            if not stage.first:
+                self.transport.release(Direction.DOWN, i)
+            if stage.last:
+                return float(output), self.count(targets)
+            yield from self._send(Direction.DOWN, i, output)
+        except (PeerFailure, StageFailure):
+            raise
+        except Exception as error:
+            what = f"evaluation failed: {type(error).__name__}: {error}"
+            raise self._failure(what, action, i) from error
+        return 0.0, 0
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _load(self, microbatch: int) -> tuple[torch.Tensor, Any]:
+        try:
+            inputs, targets = self.batches(microbatch)
+        except Exception as error:
+            what = f"loading microbatch {microbatch} failed: {type(error).__name__}: {error}"
+            raise AdaPipeError(what) from error
+        return inputs, targets
+
+    def _targets_of(self, microbatch: int) -> Any:
+        """The targets of a microbatch. The tokens of its whole update are counted before its first backward."""
+        update = microbatch // self.microbatches
+        if update not in self._tokens:
+            first = update * self.microbatches
+            numbers: Iterable[int] = range(first, first + self.microbatches)
+            self._targets = {number: self._load(number)[1] for number in numbers}
+            tokens = sum(self.count(targets) for targets in self._targets.values())
+            if tokens < 1:
+                raise AdaPipeError(f"the {self.microbatches} microbatches of update {update} hold no token to learn")
+            self._tokens[update] = tokens
+        return self._to_device(self._targets.pop(microbatch))
+
+    def _to_device(self, targets: Any) -> Any:
+        return targets.to(self.stage.device) if isinstance(targets, torch.Tensor) else targets
+
+    def _send(self, direction: Direction, microbatch: int, payload: torch.Tensor) -> Steps[float]:
+        """Send, with the bulletin as note. Returns the seconds that it had to wait."""
+        start = self.clock.now()
+        yield from self.transport.send(direction, microbatch, payload, self.bulletin.vector())
+        return self.clock.now() - start
+
+    def _gather(self, row: Vector) -> Steps[Vector]:
+        start = self.clock.now()
+        gathered = yield from self.transport.all_gather(row)
+        self._waited += self.clock.now() - start
+        return gathered
+
+    def _record(self, action: Action, start: float, waited: float, used: int) -> None:
+        self._waited += waited
+        self.records.append(Record(action, start, self.clock.now(), waited, used, self.stage.versions.number))

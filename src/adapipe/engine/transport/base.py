@@ -1,0 +1,186 @@
+"""The transport interface: directed edges between neighbouring stages, each a FIFO in microbatch order.
+
+    stage s ── activations (down) ──> stage s+1
+    stage s <── gradients (up) ────── stage s+1
+
+Every message carries the phase and the number of its microbatch, which the receiver checks, and a note: a short vector
+of numbers that travels with the data (see `adapipe.engine.bulletin`). Shape and dtype are agreed with the first message
+of a phase and checked at both ends.
+
+Methods that may have to wait are generators: they yield as long as they cannot go on, and return their result. A
+transport that blocks in the operating system never yields; the in-process one yields so that the other stages of the
+same thread can run. Callers use `yield from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adapipe.errors import EngineError, TransportError
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that may have to wait for other stages: yields while it waits, returns a T."""
+
+Vector = NDArray[np.float64]
+
+SEND_SLOTS = 2
+"""Messages on their way per directed edge. A third send waits until the first has arrived."""
+
+
+class Direction(Enum):
+    """Which way a message goes."""
+
+    DOWN = "activation"
+    UP = "gradient"
+
+    @property
+    def step(self) -> int:
+        """From the sending stage to the receiving one."""
+        return 1 if self is Direction.DOWN else -1
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of what crosses an edge during a phase."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    CODE_LENGTH = 16
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        if tensor.dtype not in _DTYPES:
+            raise TransportError(
+                f"a tensor of {tensor.dtype} cannot cross between stages: a stage must return a floating-point tensor"
+            )
+        if tensor.dim() > cls.CODE_LENGTH - 2:
+            raise TransportError(f"a tensor of {tensor.dim()} dimensions cannot cross between stages")
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def encode(self) -> torch.Tensor:
+        """As (CODE_LENGTH,) int64: dtype, number of dimensions, sizes, zeros."""
+        code = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(code + [0] * (self.CODE_LENGTH - len(code)), dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, code: torch.Tensor) -> TensorSpec:
+        dtype, dimensions, *sizes = code.tolist()
+        return cls(tuple(sizes[:dimensions]), _DTYPES[dtype])
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What arrived. `payload` stays valid until `release`; `note` is the reader's to keep."""
+
+    payload: torch.Tensor
+    note: Vector
+
+
+class Ring:
+    """Which microbatch holds which of a fixed number of slots. A slot in use is never handed out again."""
+
+    def __init__(self, slots: int, name: str) -> None:
+        self.slots = slots
+        self._name = name
+        self._holder: list[int | None] = [None] * slots
+
+    def claim(self, microbatch: int) -> int:
+        """The slot for this microbatch. Raises EngineError if another microbatch still holds it."""
+        slot = microbatch % self.slots
+        holder = self._holder[slot]
+        if holder is not None:
+            raise EngineError(
+                f"{self._name}: slot {slot} for microbatch {microbatch} still holds microbatch {holder}; "
+                f"the order has more microbatches in flight than the ring has slots ({self.slots})"
+            )
+        self._holder[slot] = microbatch
+        return slot
+
+    def slot_of(self, microbatch: int) -> int | None:
+        """The slot that this microbatch holds, or None."""
+        slot = microbatch % self.slots
+        return slot if self._holder[slot] == microbatch else None
+
+    def free(self, microbatch: int) -> None:
+        slot = self.slot_of(microbatch)
+        if slot is None:
+            raise EngineError(f"{self._name}: microbatch {microbatch} holds no slot")
+        self._holder[slot] = None
+
+    @property
+    def used(self) -> int:
+        return sum(holder is not None for holder in self._holder)
+
+
+def receive_slots(direction: Direction, stage: int, stages: int) -> int:
+    """Slots of a receiving ring. An activation holds its slot from the posted receive to its backward: at most P - s
+    are in flight, one more is posted ahead. A gradient is used up at once."""
+    return stages - stage + 1 if direction is Direction.DOWN else 2
+
+
+def check_spec(agreed: TensorSpec, actual: TensorSpec, direction: Direction, stage: int, microbatch: int) -> None:
+    """Raise TransportError unless what `stage` sends is what was agreed for this phase."""
+    if actual != agreed:
+        raise TransportError(
+            f"the {direction.value} of microbatch {microbatch} that stage {stage} sends to stage "
+            f"{stage + direction.step} is {actual}, but this phase began with {agreed}: give every microbatch of a "
+            "phase the same shape and dtype (pad shorter ones and leave the padding out of the loss)"
+        )
+
+
+def check_stamp(phase: int, microbatch: int, expected: tuple[int, int], direction: Direction, stage: int) -> None:
+    """Raise TransportError unless a message that `stage` received is the one that its order expects next."""
+    if (phase, microbatch) != expected:
+        raise TransportError(
+            f"stage {stage} expected the {direction.value} of microbatch {expected[1]} (phase {expected[0]}) from "
+            f"stage {stage - direction.step}, and got microbatch {microbatch} (phase {phase}): "
+            "the stages run different orders or different configurations"
+        )
+
+
+class Transport(Protocol):
+    """One stage's end of all its edges."""
+
+    stage: int
+    stages: int
+    note_length: int
+
+    def begin_phase(self) -> None:
+        """Every edge is empty now; shapes may change. All stages call it at the same points."""
+
+    def send(self, direction: Direction, microbatch: int, payload: torch.Tensor, note: Vector) -> Steps[None]:
+        """Send a copy of `payload`. Returns once it is on its way; waits while SEND_SLOTS earlier ones are."""
+
+    def post(self, direction: Direction, microbatch: int) -> None:
+        """Make ready to receive this microbatch while computing; does nothing where the shape is not known yet."""
+
+    def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
+        """Wait for this microbatch, which must be the next one on the edge."""
+
+    def release(self, direction: Direction, microbatch: int) -> None:
+        """The payload of this microbatch is no longer needed."""
+
+    def all_gather(self, row: Vector) -> Steps[Vector]:
+        """Every stage gives a vector of the same length n; all get the (stages, n) matrix, in stage order."""

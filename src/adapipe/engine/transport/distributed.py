@@ -1,0 +1,221 @@
+"""One stage per rank: edges are torch.distributed sends and receives.
+
+What forces this shape (gloo and NCCL alike):
+- A send completes only once its receive is posted, so receives are posted ahead and sends are retired late, when
+  their slot is needed again. Nothing ever waits for a send while it could compute.
+- A directed edge is a FIFO: one process group per direction, messages in microbatch order.
+- Lengths are not negotiated: a wrong one aborts the process. So shape and dtype are sent ahead of the first message of
+  a phase, and a message is one flat buffer, header first.
+- On gloo `wait()` returns when the data is here; on NCCL it orders the current stream after the transfer, and
+  reading the header on the host then waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from adapipe.engine.transport.base import (
+    SEND_SLOTS,
+    Direction,
+    Message,
+    Ring,
+    Steps,
+    TensorSpec,
+    Vector,
+    check_spec,
+    check_stamp,
+    receive_slots,
+)
+from adapipe.engine.world import World
+from adapipe.errors import EngineError
+
+_STAMP = 2  # phase, microbatch: the numbers before the note
+
+
+class _Wire:
+    """Flat buffers for the messages of one edge: header (stamp and note, float64), then the payload."""
+
+    def __init__(self, spec: TensorSpec, note_length: int, slots: int, device: torch.device) -> None:
+        # The payload starts at a multiple of 64 bytes, so that it can be viewed as any dtype.
+        header = -(-8 * (_STAMP + note_length) // 64) * 64
+        self.buffers = [torch.empty(header + spec.nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._headers = [buffer[: 8 * (_STAMP + note_length)].view(torch.float64) for buffer in self.buffers]
+        self.payloads = [buffer[header:].view(spec.dtype).view(spec.shape) for buffer in self.buffers]
+
+    def write_header(self, slot: int, phase: int, microbatch: int, note: Vector) -> None:
+        header = torch.from_numpy(np.concatenate(([phase, microbatch], note)))
+        self._headers[slot].copy_(header)
+
+    def read_header(self, slot: int) -> Vector:
+        return np.array(self._headers[slot].cpu().numpy())
+
+
+class _Sender:
+    """The sending end of one directed edge."""
+
+    def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
+        self._world = transport.world
+        self._direction = direction
+        self._stage = transport.stage
+        self._note_length = transport.note_length
+        self._peer = transport.stage + direction.step
+        self._group = self._world.groups[direction]
+        self._works: list[Any] = [None] * SEND_SLOTS
+        self._announcement: tuple[Any, torch.Tensor] | None = None
+        self._sent = 0
+        self._wire: _Wire | None = None
+        self._wire_spec: TensorSpec | None = None
+        self.spec: TensorSpec | None = None
+
+    def begin_phase(self) -> None:
+        """Retire what is on its way; the next message announces its shape."""
+        with self._world.losing(self._peer):
+            for slot in range(SEND_SLOTS):
+                self._retire(slot)
+            if self._announcement is not None:
+                self._announcement[0].wait()
+        self._announcement = None
+        self.spec = None
+
+    def _retire(self, slot: int) -> None:
+        if self._works[slot] is not None:
+            self._works[slot].wait()
+            self._works[slot] = None
+
+    def send(self, phase: int, microbatch: int, payload: torch.Tensor, note: Vector) -> None:
+        spec = TensorSpec.of(payload)
+        with self._world.losing(self._peer):
+            if self.spec is None:
+                self._agree(spec)
+            assert self.spec is not None
+            assert self._wire is not None
+            check_spec(self.spec, spec, self._direction, self._stage, microbatch)
+            slot = self._sent % SEND_SLOTS
+            self._sent += 1
+            self._retire(slot)
+            self._wire.write_header(slot, phase, microbatch, note)
+            self._wire.payloads[slot].copy_(payload.detach())
+            self._works[slot] = dist.isend(self._wire.buffers[slot], self._peer, group=self._group)
+
+    def _agree(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        if spec != self._wire_spec:
+            self._wire = _Wire(spec, self._note_length, SEND_SLOTS, self._world.device)
+            self._wire_spec = spec
+        # A gradient looks like the activation that it answers, so only activations are announced.
+        if self._direction is Direction.DOWN:
+            code = spec.encode().to(self._world.device)
+            self._announcement = (dist.isend(code, self._peer, group=self._group), code)
+
+
+class _Receiver:
+    """The receiving end of one directed edge."""
+
+    def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
+        self._world = transport.world
+        self._direction = direction
+        self._stage = transport.stage
+        self._note_length = transport.note_length
+        self._peer = transport.stage - direction.step
+        self._group = self._world.groups[direction]
+        slots = receive_slots(direction, transport.stage, transport.stages)
+        self._ring = Ring(slots, f"{direction.value}s of stage {transport.stage}")
+        self._works: list[Any] = [None] * slots
+        self._wire: _Wire | None = None
+        self._wire_spec: TensorSpec | None = None
+        self.spec: TensorSpec | None = None
+
+    def begin_phase(self) -> None:
+        if self._ring.used:
+            raise EngineError(f"stage {self._stage} begins a phase with a {self._direction.value} still in use")
+        self.spec = None
+
+    def know(self, spec: TensorSpec) -> None:
+        """The shape for this phase."""
+        self.spec = spec
+        if spec != self._wire_spec:
+            self._wire = _Wire(spec, self._note_length, self._ring.slots, self._world.device)
+            self._wire_spec = spec
+
+    def post(self, microbatch: int) -> None:
+        if self.spec is None:
+            return
+        assert self._wire is not None
+        slot = self._ring.claim(microbatch)
+        with self._world.losing(self._peer):
+            self._works[slot] = dist.irecv(self._wire.buffers[slot], self._peer, group=self._group)
+
+    def receive(self, phase: int, microbatch: int) -> Message:
+        if self.spec is None:
+            code = torch.zeros(TensorSpec.CODE_LENGTH, dtype=torch.int64, device=self._world.device)
+            with self._world.losing(self._peer):
+                dist.recv(code, self._peer, group=self._group)
+            self.know(TensorSpec.decode(code))
+        assert self._wire is not None
+        slot = self._ring.slot_of(microbatch)
+        if slot is None:
+            self.post(microbatch)
+            slot = microbatch % self._ring.slots
+        with self._world.losing(self._peer):
+            self._works[slot].wait()
+        self._works[slot] = None
+        header = self._wire.read_header(slot)
+        check_stamp(int(header[0]), int(header[1]), (phase, microbatch), self._direction, self._stage)
+        return Message(self._wire.payloads[slot], header[_STAMP:])
+
+    def release(self, microbatch: int) -> None:
+        self._ring.free(microbatch)
+
+
+class DistributedTransport:
+    """The edges of the stage that this rank is."""
+
+    def __init__(self, world: World, note_length: int) -> None:
+        self.world = world
+        self.stage = world.rank
+        self.stages = world.size
+        self.note_length = note_length
+        self._phase = 0
+        self._senders: dict[Direction, _Sender] = {}
+        self._receivers: dict[Direction, _Receiver] = {}
+        for direction in Direction:
+            if 0 <= self.stage + direction.step < self.stages:
+                self._senders[direction] = _Sender(self, direction)
+            if 0 <= self.stage - direction.step < self.stages:
+                self._receivers[direction] = _Receiver(self, direction)
+
+    def begin_phase(self) -> None:
+        self._phase += 1
+        for sender in self._senders.values():
+            sender.begin_phase()
+        for receiver in self._receivers.values():
+            receiver.begin_phase()
+
+    def send(self, direction: Direction, microbatch: int, payload: torch.Tensor, note: Vector) -> Steps[None]:
+        self._senders[direction].send(self._phase, microbatch, payload, note)
+        if direction is Direction.DOWN and self._receivers[Direction.UP].spec is None:
+            self._receivers[Direction.UP].know(TensorSpec.of(payload))
+        return
+        yield  # a generator that never waits here: torch.distributed blocks by itself
+
+    def post(self, direction: Direction, microbatch: int) -> None:
+        self._receivers[direction].post(microbatch)
+
+    def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
+        return self._receivers[direction].receive(self._phase, microbatch)
+        yield
+
+    def release(self, direction: Direction, microbatch: int) -> None:
+        self._receivers[direction].release(microbatch)
+
+    def all_gather(self, row: Vector) -> Steps[Vector]:
+        mine = torch.from_numpy(row).to(self.world.device)
+        rows = [torch.empty_like(mine) for _ in range(self.stages)]
+        with self.world.losing(None):
+            dist.all_gather(rows, mine, group=self.world.control)
+        return np.stack([other.cpu().numpy() for other in rows])
+        yield

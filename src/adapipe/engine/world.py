@@ -1,0 +1,144 @@
+"""The ranks of a pipeline: who they are, how they are connected, and how they learn of each other's failures.
+
+One rank is one stage. Three process groups keep traffic apart: activations, gradients, and control (gathers).
+The first failure of a run is written to the ranks' shared store, so that every other rank knows whom to blame.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from adapipe.engine.transport.base import Direction
+from adapipe.errors import ConfigurationError, PeerFailure
+
+_FAILURE_KEY = "adapipe/failure"
+_GREETING = 4242
+REPORT_SECONDS = 3.0
+"""How long a rank that lost a peer waits for the peer's own account of it."""
+
+
+def launched_world_size() -> int | None:
+    """The number of ranks that torchrun (or another launcher that sets its variables) started, None without one."""
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) if size is not None and "RANK" in os.environ else None
+
+
+class World:
+    """This process as one rank of several. Make it with `join`; `close` it at the end."""
+
+    def __init__(self, device: torch.device, owns_process_group: bool) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self._store: Any = _get_default_store()
+        self._owns_process_group = owns_process_group
+        self.groups = {direction: dist.new_group() for direction in Direction}
+        self.control = dist.new_group()
+        self._greet()
+
+    @classmethod
+    def join(
+        cls,
+        device: torch.device,
+        *,
+        init_method: str | None = None,
+        rank: int = -1,
+        size: int = -1,
+        timeout: float = 1800.0,
+    ) -> World:
+        """Join the other ranks and open every edge. Uses the environment that torchrun sets unless given a rendezvous.
+
+        timeout: seconds after which a communication that does not complete counts as failed.
+        """
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        owns = not dist.is_initialized()
+        if owns:
+            dist.init_process_group(
+                backend,
+                init_method=init_method,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
+        elif dist.get_backend() != backend:
+            raise ConfigurationError(
+                f"torch.distributed runs on {dist.get_backend()}, but {device.type} stages need {backend}: "
+                "initialise it with that backend, or leave it to adapipe"
+            )
+        return cls(device, owns)
+
+    def _greet(self) -> None:
+        """Send one number over every edge in a fixed order: connections are made lazily, and must be made before the
+        schedule starts, or ranks that make them in different orders wait for each other."""
+        for direction, group in self.groups.items():
+            for sender in range(self.size):
+                receiver = sender + direction.step
+                if not 0 <= receiver < self.size or self.rank not in (sender, receiver):
+                    continue
+                number = torch.tensor([_GREETING + sender], device=self.device)
+                if self.rank == sender:
+                    with self.losing(receiver):
+                        dist.send(number, receiver, group=group)
+                else:
+                    number.zero_()
+                    with self.losing(sender):
+                        dist.recv(number, sender, group=group)
+                    if int(number) != _GREETING + sender:
+                        raise ConfigurationError(
+                            f"rank {self.rank} got {int(number)} as greeting from rank {sender}: "
+                            "the ranks do not run the same program"
+                        )
+        with self.losing(None):
+            dist.barrier(group=self.control)
+
+    def report_failure(self, message: str) -> bool:
+        """Write down why this rank failed. True if it is the first of the run to do so."""
+        try:
+            stored = self._store.compare_set(_FAILURE_KEY, "", message)
+        except Exception:  # the store is gone with the rank that held it
+            return True
+        return bool(stored.decode() == message)
+
+    def reported_failure(self, seconds: float = 0.0) -> str | None:
+        """The first failure of the run, waiting up to `seconds` for one to be written."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if self._store.check([_FAILURE_KEY]):
+                    return str(self._store.get(_FAILURE_KEY).decode())
+            except Exception:  # the store is gone with the rank that held it
+                return None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+    @contextmanager
+    def losing(self, peer: int | None) -> Iterator[None]:
+        """Turn a broken connection to `peer` (None: any of them) into a PeerFailure that names the culprit."""
+        try:
+            yield
+        except RuntimeError as error:
+            earlier = self.reported_failure(REPORT_SECONDS)
+            if earlier is not None:
+                raise PeerFailure(f"rank {self.rank} stops: {earlier}", reported=True) from None
+            whom = "another rank" if peer is None else f"rank {peer} (stage {peer})"
+            what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            message = (
+                f"rank {self.rank} (stage {self.rank}) lost {whom}, which ended without a message: "
+                f"killed, out of memory, or cut off from the network ({what})"
+            )
+            first = self.report_failure(message)
+            raise PeerFailure(message, reported=not first) from error
+
+    def close(self) -> None:
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Orders: which action a stage does next.
+
+A segment is n updates between two flushes, each of K microbatches, on P stages. Stage s runs
+
+    warm-up:   min(P-1-s, n*K) forwards
+    steady:    F, B, F, B, ...          U after every K-th B
+    cool-down: the remaining B          U after every K-th B
+
+n = 1 is synchronous 1F1B; a long n is asynchronous 1F1B with local accumulation. P = 3, K = 2, n = 2:
+
+    stage 0   0F0 0F1 0F2 0B0 0F3 0B1 0U0 0B2 0B3 0U1
+    stage 1   1F0 1F1 1B0 1F2 1B1 1U0 1F3 1B2 1B3 1U1
+    stage 2   2F0 2B0 2F1 2B1 2U0 2F2 2B2 2F3 2B3 2U1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from adapipe.errors import ScheduleError
+from adapipe.schedule.actions import Action, Kind
+
+
+class SegmentOrder:
+    """The order of one stage for one segment, produced while it runs, so that the segment can be ended early.
+
+    Iterating gives the actions. `end_update` (exclusive) may be lowered by `end_at` between two actions, as long as
+    every forward already given belongs to an update that stays; all stages that end at the same update stay in step.
+    """
+
+    def __init__(self, stage: int, stages: int, microbatches: int, first_update: int, updates: int) -> None:
+        for name, value, least in (
+            ("stages", stages, 1),
+            ("stage", stage, 0),
+            ("microbatches per update", microbatches, 1),
+            ("updates", updates, 1),
+            ("first update", first_update, 0),
+        ):
+            if value < least:
+                raise ScheduleError(f"{name} must be at least {least}, got {value}")
+        if stage >= stages:
+            raise ScheduleError(f"stage {stage} does not exist in a pipeline of {stages} stages")
+        self.stage = stage
+        self.microbatches = microbatches
+        self.end_update = first_update + updates
+        self.in_flight_limit = stages - stage  # forwards whose backward is still to come, the law P - s
+        self._first_microbatch = first_update * microbatches
+        self._forwards = self._backwards = self._first_microbatch  # the next microbatch of each kind
+
+    @property
+    def end_microbatch(self) -> int:
+        """One past the last microbatch of the segment."""
+        return self.end_update * self.microbatches
+
+    def end_at(self, end_update: int) -> None:
+        """End the segment before update `end_update`. Raises ScheduleError if a forward beyond it was given."""
+        if end_update > self.end_update:
+            raise ScheduleError(f"a segment that ends at update {self.end_update} cannot end at {end_update}")
+        if self._forwards > end_update * self.microbatches:
+            raise ScheduleError(
+                f"the segment cannot end at update {end_update}: stage {self.stage} has already run the forward "
+                f"of microbatch {self._forwards - 1}"
+            )
+        self.end_update = end_update
+
+    def __iter__(self) -> Iterator[Action]:
+        while self._backwards < self.end_microbatch:
+            in_flight = self._forwards - self._backwards
+            if self._forwards < self.end_microbatch and in_flight < self.in_flight_limit:
+                self._forwards += 1
+                yield Action(self.stage, Kind.FORWARD, self._forwards - 1)
+            else:
+                self._backwards += 1
+                yield Action(self.stage, Kind.BACKWARD, self._backwards - 1)
+                if self._backwards % self.microbatches == 0:
+                    yield Action(self.stage, Kind.UPDATE, self._backwards // self.microbatches - 1)
+
+
+def segment_order(
+    stage: int, stages: int, microbatches: int, updates: int, first_update: int = 0
+) -> Iterator[Action]:
+    """The actions of `stage` for a segment of `updates` updates of `microbatches` microbatches on `stages` stages."""
+    return iter(SegmentOrder(stage, stages, microbatches, first_update, updates))
+
+
+def segment_orders(stages: int, microbatches: int, updates: int, first_update: int = 0) -> list[list[Action]]:
+    """The orders of all stages, stage 0 first."""
+    return [list(segment_order(s, stages, microbatches, updates, first_update)) for s in range(stages)]
+
+
+def evaluation_order(stage: int, microbatches: int) -> Iterator[Action]:
+    """Forwards only: what a stage does to evaluate `microbatches` held-out microbatches."""
+    return (Action(stage, Kind.FORWARD, i) for i in range(microbatches))
