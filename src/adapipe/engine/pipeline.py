@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from adapipe.engine.bulletin import Bulletin
-from adapipe.engine.runtime import Batches, Row, Runtime, Work
+from adapipe.engine.clock import Clock
+from adapipe.engine.runtime import Batches, Report, Runtime, Work
 from adapipe.engine.transport import Steps, Transport
 from adapipe.engine.transport.in_process import Hub
 from adapipe.errors import EngineError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a run of updates did: the same numbers on every rank. `field(name)` is a (stages, updates) matrix."""
-
-    rows: NDArray[np.float64]  # (stages, updates, len(Row))
-
-    @property
-    def updates(self) -> int:
-        return int(self.rows.shape[1])
-
-    def field(self, name: str) -> NDArray[np.float64]:
-        return self.rows[:, :, Row._fields.index(name)]
 
 
 class Pipeline:
@@ -42,6 +25,11 @@ class Pipeline:
         self.runtimes = list(runtimes)
         self._hub = hub
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the first stage of this process."""
+        return self.runtimes[0].clock
+
     def begin_phase(self) -> None:
         """Agree anew on shapes with the next messages."""
         for runtime in self.runtimes:
@@ -49,8 +37,7 @@ class Pipeline:
 
     def run(self, work: Work) -> Report:
         """Make updates; may make fewer than asked (see `Work.should_stop`)."""
-        rows = self._drive([runtime.run(work) for runtime in self.runtimes])
-        return Report(rows[0])
+        return self._drive([runtime.run(work) for runtime in self.runtimes])[0]
 
     def evaluate(self, batches: Batches, microbatches: int) -> tuple[float, int]:
         """Loss sum and tokens over held-out microbatches 0, 1, ..., with the current weights in evaluation mode."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from adapipe.engine.bulletin import Bulletin
 from adapipe.engine.clipping import clip_coefficient
@@ -65,12 +66,28 @@ class Row(NamedTuple):
     tokens: float  # tokens of the update, on the last stage; 0 on others
     squared_norm: float  # of the stage's own gradients, before clipping
     clip_norm: float  # the global norm that this stage clipped by
+    learning_rate: float  # of its first parameter group; NaN without an optimizer
     skipped: float  # 1 if the stage skipped the update
     mean_staleness: float
     most_stale: float
     seconds: float  # since the stage's previous update ended
     waited: float  # the part of them spent waiting for other stages
     ended: float  # clock
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run of updates did. `field(name)` is a (stages, updates) matrix. stopped: `should_stop` said so."""
+
+    rows: NDArray[np.float64]  # (stages, updates, len(Row))
+    stopped: bool
+
+    @property
+    def updates(self) -> int:
+        return int(self.rows.shape[1])
+
+    def field(self, name: str) -> NDArray[np.float64]:
+        return self.rows[:, :, Row._fields.index(name)]
 
 
 class Runtime:
@@ -119,11 +136,9 @@ class Runtime:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def run(self, work: Work) -> Steps[Vector]:
-        """Make the updates of `work`. Returns the rows of all stages on each: (stages, updates made, len(Row)).
-
-        May end early (`should_stop`, or a stage that skipped a non-finite gradient between flushes).
-        """
+    def run(self, work: Work) -> Steps[Report]:
+        """Make the updates of `work`. May make fewer: if `should_stop` says so, or if a stage had to skip a gradient
+        that was not finite between flushes. The same report on every stage."""
         self._work = work
         self.stage.module.train()
         self.records.clear()
@@ -134,13 +149,15 @@ class Runtime:
         while done < end and not self._stopping:
             yield from self._segment(done, min(work.flush_every, end - done), rows)
             done = self._order.end_update
-        yield from self._gather(np.zeros(1))  # until the last stage has flushed: the wait is part of the run
+        # The wait until the last stage has flushed is part of the run.
+        asked = self.stage.first and work.should_stop()
+        flags = yield from self._gather(np.array([float(asked)]))
         now = self.clock.now()
         rows[-1] = rows[-1]._replace(
             seconds=rows[-1].seconds + now - self._ended, waited=rows[-1].waited + self._waited, ended=now
         )
         gathered = yield from self._gather(np.array(rows).ravel())
-        return gathered.reshape(self.stage.stages, len(rows), len(Row._fields))
+        return Report(gathered.reshape(self.stage.stages, len(rows), len(Row._fields)), stopped=bool(flags[0, 0]))
 
     def _segment(self, first_update: int, updates: int, rows: list[Row]) -> Steps[None]:
         stage = self.stage
@@ -278,6 +295,7 @@ class Runtime:
                 tokens=tokens,
                 squared_norm=own,
                 clip_norm=math.sqrt(squared),
+                learning_rate=stage.learning_rate,
                 skipped=float(skip),
                 mean_staleness=sum(staleness) / len(staleness),
                 most_stale=max(staleness),

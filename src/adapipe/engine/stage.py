@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ class Stage:
         """Accumulate this microbatch's weight gradients.
 
         gradient: of the activation, from the next stage; None on the last stage, which starts from its loss times
-        `scale` (one over the tokens of the whole update). Returns the gradient of the stage's input (None on stage 0; zeros
-        where the input was not used) and the number of the weight version that the forward used.
+        `scale` (one over the tokens of the whole update). Returns the gradient of the stage's input (None on stage 0;
+        zeros where the input was not used) and the number of the weight version that the forward used.
         """
         if microbatch not in self._in_flight:
             raise EngineError(f"microbatch {microbatch} has not gone forward")
@@ -155,6 +156,11 @@ class Stage:
         if received is None:
             return None, entry.number
         return torch.zeros_like(received) if received.grad is None else received.grad, entry.number
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group at the last update; NaN without an optimizer."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else math.nan
 
     def squared_norm(self) -> float:
         """Squared norm of the gradients accumulated so far."""

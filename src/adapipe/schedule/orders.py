@@ -76,9 +76,7 @@ class SegmentOrder:
                     yield Action(self.stage, Kind.UPDATE, self._backwards // self.microbatches - 1)
 
 
-def segment_order(
-    stage: int, stages: int, microbatches: int, updates: int, first_update: int = 0
-) -> Iterator[Action]:
+def segment_order(stage: int, stages: int, microbatches: int, updates: int, first_update: int = 0) -> Iterator[Action]:
     """The actions of `stage` for a segment of `updates` updates of `microbatches` microbatches on `stages` stages."""
     return iter(SegmentOrder(stage, stages, microbatches, first_update, updates))
 

@@ -1,0 +1,75 @@
+"""The folder of a run: config.toml, metrics.jsonl, decisions.jsonl, summary.json, curves.png."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adapipe.errors import ConfigurationError
+from adapipe.policy import Decision
+from adapipe.reports.curves import draw_curves
+from adapipe.reports.metrics import MetricsWriter, read_metrics, write_json
+
+_FILES = ("config.toml", "metrics.jsonl", "decisions.jsonl", "summary.json", "curves.png")
+
+
+def check_folder(path: Path, overwrite: bool) -> None:
+    """Raise ConfigurationError if a run cannot be written to `path`. Writes nothing."""
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(f"--out {path} is a file: give a folder")
+    taken = [name for name in _FILES if (path / name).exists()]
+    if taken and not overwrite:
+        raise ConfigurationError(
+            f"--out {path} holds another run ({', '.join(taken)}): give another folder, or --overwrite to replace it"
+        )
+
+
+class RunFolder:
+    """Writes a run. Only one rank has one."""
+
+    def __init__(self, path: Path, *, overwrite: bool = False, config: str | None = None) -> None:
+        """config: the text of config.toml. Raises ConfigurationError if the folder cannot be used."""
+        check_folder(path, overwrite)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                (path / name).unlink(missing_ok=True)
+            if config is not None:
+                (path / "config.toml").write_text(config)
+            self._metrics = MetricsWriter(path / "metrics.jsonl")
+            self._decisions = MetricsWriter(path / "decisions.jsonl")
+        except OSError as error:
+            raise ConfigurationError(
+                f"--out {path} cannot be written ({error.strerror}): give a folder that you may write to"
+            ) from error
+        self.path = path
+
+    def line(self, line: dict[str, Any]) -> None:
+        self._metrics.write(line)
+
+    def decided(self, update: int, seconds: float, decision: Decision) -> None:
+        self._decisions.write(
+            {
+                "update": update,
+                "training_seconds": seconds,
+                "mode": decision.mode,
+                "updates": decision.updates,
+                "evaluate": decision.evaluate,
+                "reason": decision.reason,
+                "numbers": decision.numbers,
+            }
+        )
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary and draw the picture."""
+        self._metrics.close()
+        self._decisions.close()
+        write_json(self.path / "summary.json", summary)
+        title = f"{summary['mode']}, {summary['stages']} stages, {summary['microbatches']} microbatches per update"
+        draw_curves(
+            read_metrics(self.path / "metrics.jsonl"),
+            self.path / "curves.png",
+            title=title,
+            target_perplexity=summary["target_perplexity"],
+            clock=summary["clock"],
+        )

@@ -1,0 +1,281 @@
+"""`train`: any list of blocks through a pipeline, in any mode. The front door of the library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapipe.engine.bulletin import Bulletin
+from adapipe.engine.clock import WallClock
+from adapipe.engine.pipeline import Pipeline, in_process_pipeline
+from adapipe.engine.runtime import Batches, Runtime
+from adapipe.engine.stage import Loss, OptimizerFactory, Stage
+from adapipe.engine.transport import Transport
+from adapipe.engine.transport.distributed import DistributedTransport
+from adapipe.engine.world import World, launched_world_size
+from adapipe.errors import ConfigurationError, PeerFailure
+from adapipe.models.partition import block_costs, partition, stage_module
+from adapipe.policy import Decision, Director
+from adapipe.policy.base import is_evaluation
+from adapipe.reports.folder import RunFolder
+from adapipe.reports.progress import Progress, make_progress
+from adapipe.schedule.checker import check_segment
+from adapipe.training.loop import HeldOut, Loop, Settings
+from adapipe.training.options import Options
+from adapipe.training.summary import Tally
+
+IGNORED_TARGET = -100
+"""Targets with this value are not counted as tokens: the `ignore_index` of torch's cross entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run ended with.
+
+    summary: as in summary.json, the same on every rank. modules: the trained stages of this process, whose parameters
+    carry the names of the whole model, "INDEX OF BLOCK.NAME IN BLOCK".
+    """
+
+    summary: dict[str, Any]
+    modules: list[nn.Module]
+
+
+def count_tokens(targets: Any) -> int:
+    """Tokens that the loss sums over: the elements of `targets`, in integer ones without padding (IGNORED_TARGET)."""
+    if not isinstance(targets, torch.Tensor):
+        raise ConfigurationError(
+            f"targets are {type(targets).__name__}, not a tensor: give `count`, a function from targets to their number"
+        )
+    if targets.is_floating_point():
+        return targets.numel()
+    return int((targets != IGNORED_TARGET).sum())
+
+
+def train(
+    blocks: Sequence[nn.Module],
+    *,
+    loss: Loss,
+    batches: Batches,
+    optimizer: OptimizerFactory,
+    mode: str = "adaptive",
+    plan: str | None = None,
+    stages: int | None = None,
+    microbatches: int = 4,
+    updates: int | None = None,
+    seconds: float | None = None,
+    warmup: float = 0.05,
+    decay: str = "cosine",
+    clip: float | None = 1.0,
+    held_out: HeldOut | None = None,
+    evaluate_every: int = 50,
+    target_perplexity: float | None = None,
+    count: Callable[[Any], int] = count_tokens,
+    costs: Sequence[float] | None = None,
+    materialise: Callable[[nn.Module], None] | None = None,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    seed: int | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    config: str | None = None,
+    progress: bool = True,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Train `blocks`, applied one after the other, as a pipeline.
+
+    Under torchrun every rank is one stage; every rank calls this with the same arguments. Without it, all stages run in
+    this process, one after the other: good for trying things out.
+
+    blocks: modules from one tensor to one tensor. They may lie on the meta device; then `materialise` fills the
+        stage that this rank keeps. loss: (output, targets) -> scalar, **summed** over tokens.
+    batches: number of a microbatch -> (inputs, targets). optimizer: parameters of a stage -> torch.optim optimizer.
+    mode: "sync", "async" or "adaptive"; plan: instead of it, phases such as "sync:200,async:600".
+    stages: P; under torchrun it is the number of ranks. microbatches: K, accumulated into one update.
+    updates or seconds: the budget; seconds are of the training clock, which leaves evaluation out.
+    warmup: share of the budget over which the learning rate rises to the optimizer's own; decay: "cosine", "linear" or
+        "constant" for the rest. clip: limit of the global gradient norm, None for none.
+    held_out: list of microbatches to evaluate on; needed by "adaptive". evaluate_every: updates between evaluations.
+    target_perplexity: stop when exp(held-out loss per token) is this low.
+    count: targets -> number of tokens that the loss sums over. costs: of every block, to balance the stages by.
+    seed: only noted in the summary. out: folder to write the run to. config: text for its config.toml.
+    interrupted: asked after every update on stage 0; once true, the run ends properly.
+
+    Raises ConfigurationError for arguments that cannot work, StageFailure when a stage fails, PeerFailure when
+    another rank does.
+    """
+    options = Options(
+        mode=mode,
+        plan=plan,
+        microbatches=microbatches,
+        updates=updates,
+        seconds=seconds,
+        warmup=warmup,
+        decay=decay,
+        clip=clip,
+        evaluate_every=evaluate_every,
+        target_perplexity=target_perplexity,
+        precision=precision,
+    )
+    if options.needs_held_out and not held_out:
+        raise ConfigurationError('mode "adaptive" compares held-out losses: give `held_out` microbatches')
+    size = number_of_stages(stages)
+    parts = partition(block_costs(blocks) if costs is None else costs, size)
+    _refuse_shared_parameters(blocks, parts)
+    for segment in (1, 2 + -(-size // microbatches)):
+        check_segment(size, microbatches, segment)
+
+    device = torch.device(device)
+    world = World.join(device) if launched_world_size() not in (None, 1) else None
+    rank = world.rank if world else 0
+    try:
+
+        def build(index: int, transport: Transport) -> Runtime:
+            module = stage_module(blocks, parts[index])
+            if materialise is not None:
+                materialise(module)
+            stage = Stage(
+                module.to(device),
+                index,
+                size,
+                loss=loss if index == size - 1 else None,
+                optimizer=optimizer,
+                device=device,
+                autocast=torch.bfloat16 if precision == "bf16" else None,
+            )
+            return Runtime(
+                stage, transport, WallClock(), batches, microbatches=microbatches, clip=clip, count=count, rank=rank
+            )
+
+        if world is None:
+            pipeline = in_process_pipeline(size, build)
+        else:
+            transport = DistributedTransport(world, Bulletin.length(size))
+            pipeline = Pipeline([build(world.rank, transport)])
+        folder = RunFolder(Path(out), overwrite=overwrite, config=config) if out is not None and rank == 0 else None
+        observer = _Observer(folder, make_progress(progress and rank == 0))
+        settings = Settings(
+            budget=options.budget,
+            schedule=options.schedule(),
+            microbatches=microbatches,
+            evaluate_every=evaluate_every,
+            held_out=held_out,
+            target_perplexity=target_perplexity,
+            interrupted=interrupted,
+        )
+        observer.start(f"{options.name}: {size} stages, {microbatches} microbatches per update, blocks {_spans(parts)}")
+        try:
+            tally = Loop(pipeline, Director(options.policy()), settings, observer).run()
+        finally:
+            observer.stop()
+        summary = tally.summary(
+            mode=options.name, stages=size, microbatches=microbatches, seed=seed, clock=pipeline.clock.name
+        )
+        if folder is not None:
+            folder.finish(summary)
+    except PeerFailure:
+        raise
+    except BaseException as error:
+        if world is not None:
+            world.report_failure(str(error) or f"rank {rank}: {type(error).__name__}")
+        raise
+    if world is not None:
+        world.close()
+    return Result(summary, [runtime.stage.module for runtime in pipeline.runtimes])
+
+
+def number_of_stages(stages: int | None) -> int:
+    """P, from the argument and the ranks that a launcher has started."""
+    launched = launched_world_size()
+    if launched is not None and stages is not None and stages != launched:
+        raise ConfigurationError(
+            f"--stages {stages}, but the launcher started {launched} ranks: every rank is one stage, so start {stages} "
+            f"ranks (torchrun --nproc-per-node) or give --stages {launched}"
+        )
+    return launched or (1 if stages is None else stages)
+
+
+def _refuse_shared_parameters(blocks: Sequence[nn.Module], parts: Sequence[range]) -> None:
+    """Tied weights on two stages would drift apart silently."""
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, part in enumerate(parts):
+        for block in part:
+            for name, parameter in blocks[block].named_parameters():
+                first = owner.setdefault(id(parameter), (stage, f"{block}.{name}"))
+                if first[0] != stage:
+                    raise ConfigurationError(
+                        f"{block}.{name} on stage {stage} is the same parameter as {first[1]} on stage {first[0]}: "
+                        "weights tied across stages are not supported; untie them, or use fewer stages"
+                    )
+
+
+def _spans(parts: Sequence[range]) -> str:
+    return " | ".join(f"{part.start}-{part.stop - 1}" if len(part) > 1 else str(part.start) for part in parts)
+
+
+class _Observer:
+    """Passes what happens on to the folder and the display."""
+
+    def __init__(self, folder: RunFolder | None, progress: Progress) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._mode: str | None = None
+
+    def start(self, header: str) -> None:
+        self._progress.start(header)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def line(self, line: dict[str, Any]) -> None:
+        if self._folder is not None:
+            self._folder.line(line)
+        if is_evaluation(line):
+            self._progress.evaluation(
+                update=line["update"],
+                mode=line["mode"],
+                perplexity=line["held_out_perplexity"],
+                training_seconds=line["training_seconds"],
+            )
+        elif line["skipped_stages"]:
+            self._progress.message(
+                f"update {line['update']}: stages {line['skipped_stages']} skipped it, their gradient was not finite"
+            )
+
+    def decided(self, update: int, seconds: float, decision: Decision) -> None:
+        if self._folder is not None:
+            self._folder.decided(update, seconds, decision)
+        if decision.mode != self._mode:
+            self._mode = decision.mode
+            self._progress.message(f"update {update}: {decision.mode} ({decision.reason})")
+
+    def progress(
+        self, *, update: int, fraction: float, seconds: float, mode: str, loss: float | None, tally: Tally
+    ) -> None:
+        self._progress.update(
+            update=update,
+            fraction=fraction,
+            mode=mode,
+            loss=loss,
+            tokens_per_second=tally.tokens_per_second(mode),
+            idle_share=tally.idle_share(mode),
+            seconds_left=seconds * (1 - fraction) / fraction if fraction > 0 else None,
+        )
+
+
+def local_device(name: str) -> torch.device:
+    """The device of this rank: "cpu", or "cuda" for the GPU that carries its local rank."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ConfigurationError(f"--device {name}: unknown device, choose cpu or cuda")
+    index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= found:
+        raise ConfigurationError(f"--device cuda: this machine shows {found} GPUs, and every stage needs its own")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
