@@ -1,7 +1,7 @@
 """Your own blocks, loss, optimizer and batches through a pipeline, in any mode.
 
-    torchrun --nproc-per-node 2 examples/own_model.py          two stages, one process each
-    python examples/own_model.py                               one stage, to try things out
+torchrun --nproc-per-node 2 examples/own_model.py          two stages, one process each
+python examples/own_model.py                               one stage, to try things out
 """
 
 import torch

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from adapipe.engine.bulletin import Bulletin
 from adapipe.engine.clock import WallClock
 from adapipe.engine.pipeline import Pipeline, in_process_pipeline
-from adapipe.engine.runtime import Batches, Runtime
+from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Loss, OptimizerFactory, Stage
 from adapipe.engine.transport import Transport
 from adapipe.engine.transport.distributed import DistributedTransport
+from adapipe.engine.work import Batches
 from adapipe.engine.world import World, launched_world_size
 from adapipe.errors import ConfigurationError, PeerFailure
 from adapipe.models.partition import block_costs, partition, stage_module
@@ -80,6 +82,7 @@ def train(
     materialise: Callable[[nn.Module], None] | None = None,
     precision: str = "fp32",
     device: torch.device | str = "cpu",
+    check_versions: bool = False,
     seed: int | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -103,6 +106,7 @@ def train(
     held_out: list of microbatches to evaluate on; needed by "adaptive". evaluate_every: updates between evaluations.
     target_perplexity: stop when exp(held-out loss per token) is this low.
     count: targets -> number of tokens that the loss sums over. costs: of every block, to balance the stages by.
+    check_versions: verify at every backward that nothing wrote to the weights it needs (slow; for debugging).
     seed: only noted in the summary. out: folder to write the run to. config: text for its config.toml.
     interrupted: asked after every update on stage 0; once true, the run ends properly.
 
@@ -127,6 +131,8 @@ def train(
     size = number_of_stages(stages)
     parts = partition(block_costs(blocks) if costs is None else costs, size)
     _refuse_shared_parameters(blocks, parts)
+    if any(isinstance(module, DistributedDataParallel) for block in blocks for module in block.modules()):
+        raise ConfigurationError("blocks wrapped in DistributedDataParallel are not supported: pass the bare modules")
     for segment in (1, 2 + -(-size // microbatches)):
         check_segment(size, microbatches, segment)
 
@@ -147,6 +153,7 @@ def train(
                 optimizer=optimizer,
                 device=device,
                 autocast=torch.bfloat16 if precision == "bf16" else None,
+                check_versions=check_versions,
             )
             return Runtime(
                 stage, transport, WallClock(), batches, microbatches=microbatches, clip=clip, count=count, rank=rank
@@ -168,7 +175,10 @@ def train(
             target_perplexity=target_perplexity,
             interrupted=interrupted,
         )
-        observer.start(f"{options.name}: {size} stages, {microbatches} microbatches per update, blocks {_spans(parts)}")
+        observer.start(
+            f"{options.name}: {_count(size, 'stage')} (blocks {_spans(parts)}), "
+            f"{_count(microbatches, 'microbatch', 'es')} per update"
+        )
         try:
             tally = Loop(pipeline, Director(options.policy()), settings, observer).run()
         finally:
@@ -212,6 +222,10 @@ def _refuse_shared_parameters(blocks: Sequence[nn.Module], parts: Sequence[range
                         f"{block}.{name} on stage {stage} is the same parameter as {first[1]} on stage {first[0]}: "
                         "weights tied across stages are not supported; untie them, or use fewer stages"
                     )
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"
 
 
 def _spans(parts: Sequence[range]) -> str:

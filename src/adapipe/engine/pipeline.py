@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from adapipe.engine.bulletin import Bulletin
 from adapipe.engine.clock import Clock
-from adapipe.engine.runtime import Batches, Report, Runtime, Work
+from adapipe.engine.runtime import Runtime
 from adapipe.engine.transport import Steps, Transport
 from adapipe.engine.transport.in_process import Hub
+from adapipe.engine.work import Batches, Report, Work
 from adapipe.errors import EngineError
 
 T = TypeVar("T")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from adapipe.engine.bulletin import Bulletin
 from adapipe.engine.clipping import clip_coefficient
@@ -17,77 +15,10 @@ from adapipe.engine.clock import Clock
 from adapipe.engine.stage import Stage
 from adapipe.engine.transport import Direction, Steps, Transport
 from adapipe.engine.transport.base import Vector
+from adapipe.engine.work import Batches, Record, Report, Row, Work
 from adapipe.errors import AdaPipeError, EngineError, PeerFailure, StageFailure
 from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order
 from adapipe.schedule.laws import staleness_bound, version_bound
-
-
-class Batches(Protocol):
-    """Microbatches by number: any stage can compute any of them, so no data is ever sent between stages."""
-
-    def __call__(self, microbatch: int, /) -> tuple[torch.Tensor, Any]:
-        """(inputs for stage 0, targets for the loss)."""
-
-
-class Record(NamedTuple):
-    """One action as it happened. Times are the clock's seconds; `waited` is the part of end - start spent waiting."""
-
-    action: Action
-    start: float
-    end: float
-    waited: float
-    version_used: int  # number of updates in the weights that the action's forward read
-    version_current: int  # number of updates that the stage had made
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Updates to make, all in one mode.
-
-    flush_every: updates per segment; 1 is synchronous, `updates` (or more) flushes only at the end.
-    rate_factor: update number -> what to multiply the learning rates with; the same function on every stage.
-    should_stop: asked on stage 0 before every forward; once it says yes, the run ends after the update in progress.
-    on_update: called on stage 0 after each of its updates with (updates done, last known (update, loss)).
-    """
-
-    first_update: int
-    updates: int
-    flush_every: int
-    rate_factor: Callable[[int], float]
-    should_stop: Callable[[], bool] = lambda: False
-    on_update: Callable[[int, tuple[int, float] | None], None] = lambda done, loss: None
-
-
-class Row(NamedTuple):
-    """What one stage reports about one update; all numbers, so that rows travel as one matrix."""
-
-    update: float
-    loss: float  # mean per token, on the last stage; NaN on others
-    tokens: float  # tokens of the update, on the last stage; 0 on others
-    squared_norm: float  # of the stage's own gradients, before clipping
-    clip_norm: float  # the global norm that this stage clipped by
-    learning_rate: float  # of its first parameter group; NaN without an optimizer
-    skipped: float  # 1 if the stage skipped the update
-    mean_staleness: float
-    most_stale: float
-    seconds: float  # since the stage's previous update ended
-    waited: float  # the part of them spent waiting for other stages
-    ended: float  # clock
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a run of updates did. `field(name)` is a (stages, updates) matrix. stopped: `should_stop` said so."""
-
-    rows: NDArray[np.float64]  # (stages, updates, len(Row))
-    stopped: bool
-
-    @property
-    def updates(self) -> int:
-        return int(self.rows.shape[1])
-
-    def field(self, name: str) -> NDArray[np.float64]:
-        return self.rows[:, :, Row._fields.index(name)]
 
 
 class Runtime:

@@ -7,33 +7,23 @@ It raises ScheduleError at the first broken rule, with the grid of all stages an
   each edge    both ends name the same microbatches in the same order, since an edge is a FIFO
   staleness    at most ceil((P-1-s)/K); in steady state at least floor((P-1-s)/K); none across a flush
   each ring    no receive is posted into a slot whose microbatch is still needed
-  progress     the orders run to their end on the machine below: no deadlock
-
-The machine: activations go down, from F(i) on stage s to F(i) on s+1; gradients go up, from B(i) to B(i) on
-s-1. A stage takes message k of an edge, posts the receive of message k+1, computes, and sends. It posts the first
-receive of an edge when it comes to the action that needs it. A send is complete once the peer has posted the
-matching receive; it does not block, but there are only `send_slots` buffers, so send k first waits until send
-k - send_slots is complete.
+  progress     the orders run to their end on the machine of `adapipe.schedule.machine`: no deadlock
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Literal, NoReturn
 
 from adapipe.errors import ScheduleError
 from adapipe.schedule.actions import Action, Kind
-from adapipe.schedule.grid import format_grid
+from adapipe.schedule.grid import fail
 from adapipe.schedule.laws import in_flight_bound, staleness_bound, version_bound
+from adapipe.schedule.machine import MESSAGE, Orders, check_progress, check_ring, indices
 from adapipe.schedule.orders import segment_orders
-
-Orders = Sequence[Sequence[Action]]
-Edge = tuple[int, int]  # sender and receiver, always neighbours
-Step = Literal["post", "receive", "send"]  # "post" is the first receive of an edge; each "receive" posts the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +91,16 @@ def check_orders(
     for s in range(len(orders)):
         if s > 0:
             freed_by = Kind.BACKWARD if training else Kind.FORWARD
-            _check_ring(orders, s, Kind.FORWARD, freed_by, activation_slots[s])
+            check_ring(orders, s, Kind.FORWARD, freed_by, activation_slots[s])
         if s < len(orders) - 1:
-            _check_ring(orders, s, Kind.BACKWARD, Kind.BACKWARD, gradient_slots)
-    _check_progress(orders, send_slots)
+            check_ring(orders, s, Kind.BACKWARD, Kind.BACKWARD, gradient_slots)
+    check_progress(orders, send_slots)
     return CheckReport(tuple(stages))
 
 
 def check_segment(stages: int, microbatches: int, updates: int, first_update: int = 0) -> CheckReport:
     """Prove the orders of one segment, with the default rings and send buffers."""
     return check_orders(segment_orders(stages, microbatches, updates, first_update), microbatches)
-
-
-_MESSAGE = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}  # what an action receives and sends
-
-
-def _fail(orders: Orders, stage: int, position: int, reason: str) -> NoReturn:
-    """Raise ScheduleError for one cell."""
-    grid = format_grid(orders, (stage, position))
-    raise ScheduleError(f"stage {stage}, position {position}, {orders[stage][position]}: {reason}\n{grid}")
-
-
-def _indices(order: Sequence[Action], kind: Kind) -> list[int]:
-    """The microbatches (or updates) of one kind of action, in order."""
-    return [action.index for action in order if action.kind is kind]
 
 
 def _first_update(orders: Orders, microbatches: int) -> int:
@@ -138,7 +114,7 @@ def _first_update(orders: Orders, microbatches: int) -> int:
     first, stage, position = min(microbatch_cells, default=(0, 0, 0))
     if first % microbatches:
         reason = f"the first microbatch must begin an update, so be a multiple of {microbatches}"
-        _fail(orders, stage, position, reason)
+        fail(orders, stage, position, reason)
     return first // microbatches
 
 
@@ -146,7 +122,7 @@ def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: in
     """Prove what concerns one stage alone: pairing, updates, and how much it holds."""
     most_in_flight = in_flight_bound(stage, len(orders))
     most_versions = version_bound(stage, len(orders), microbatches)
-    backwards = set(_indices(orders[stage], Kind.BACKWARD))
+    backwards = set(indices(orders[stage], Kind.BACKWARD))
     version = first_update  # the weights that the next forward reads; also the next update
     read: dict[int, int] = {}  # every microbatch -> the version its forward read
     in_flight: set[int] = set()
@@ -156,25 +132,25 @@ def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: in
     for position, action in enumerate(orders[stage]):
         index = action.index
         if action.stage != stage:
-            _fail(orders, stage, position, f"an action of stage {action.stage} in the row of stage {stage}")
+            fail(orders, stage, position, f"an action of stage {action.stage} in the row of stage {stage}")
         if action.kind is Kind.FORWARD:
             if index in read:
-                _fail(orders, stage, position, f"the forward of microbatch {index} runs a second time")
+                fail(orders, stage, position, f"the forward of microbatch {index} runs a second time")
             read[index] = version
             if training:
                 if index not in backwards:
-                    _fail(orders, stage, position, f"microbatch {index} has no backward")
+                    fail(orders, stage, position, f"microbatch {index} has no backward")
                 in_flight.add(index)
                 held[version] += 1
                 peak_in_flight = max(peak_in_flight, len(in_flight))
             if len(in_flight) > most_in_flight:
                 reason = f"{len(in_flight)} microbatches in flight, at most P - s = {most_in_flight} is allowed"
-                _fail(orders, stage, position, reason)
+                fail(orders, stage, position, reason)
         elif action.kind is Kind.BACKWARD:
             if index not in read:
-                _fail(orders, stage, position, f"the forward of microbatch {index} has not run before it")
+                fail(orders, stage, position, f"the forward of microbatch {index} has not run before it")
             if index not in in_flight:
-                _fail(orders, stage, position, f"the backward of microbatch {index} runs a second time")
+                fail(orders, stage, position, f"the backward of microbatch {index} runs a second time")
             in_flight.remove(index)
             held[read[index]] -= 1
             if not held[read[index]]:
@@ -187,10 +163,10 @@ def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: in
             peak_versions = max(peak_versions, len(held) + 1)
             if peak_versions > most_versions:
                 reason = f"{peak_versions} weight versions, at most 1 + ceil((P-1-s)/K) = {most_versions} is allowed"
-                _fail(orders, stage, position, reason)
+                fail(orders, stage, position, reason)
     if accumulated:
         position = orders[stage].index(Action(stage, Kind.BACKWARD, min(accumulated)))
-        _fail(orders, stage, position, f"no update follows; {min(accumulated) // microbatches} must apply it")
+        fail(orders, stage, position, f"no update follows; {min(accumulated) // microbatches} must apply it")
     staleness = {i: i // microbatches - v for i, v in read.items()} if training else {}
     return StageReport(MappingProxyType(staleness), peak_in_flight, peak_versions)
 
@@ -201,30 +177,30 @@ def _check_update(
     """Prove that an update is the next one and applies exactly its own microbatches."""
     update = orders[stage][position].index
     if update != expected:
-        _fail(orders, stage, position, f"update {update} out of turn: the next is update {expected}")
+        fail(orders, stage, position, f"update {update} out of turn: the next is update {expected}")
     own = range(update * microbatches, (update + 1) * microbatches)
     if missing := [i for i in own if i not in accumulated]:
-        _fail(orders, stage, position, f"too early: the backward of microbatch {missing[0]} has not run")
+        fail(orders, stage, position, f"too early: the backward of microbatch {missing[0]} has not run")
     if len(accumulated) > microbatches:
         late = min(i for i in accumulated if i not in own)
-        _fail(orders, stage, position, f"too late: the backward of microbatch {late} belongs to another update")
+        fail(orders, stage, position, f"too late: the backward of microbatch {late} belongs to another update")
 
 
 def _check_edge(orders: Orders, sender: int, receiver: int, kind: Kind) -> None:
     """Prove that the k-th message sent is the k-th expected."""
-    what = _MESSAGE[kind]
-    sent, expected = _indices(orders[sender], kind), _indices(orders[receiver], kind)
+    what = MESSAGE[kind]
+    sent, expected = indices(orders[sender], kind), indices(orders[receiver], kind)
     for found, wanted in zip_longest(sent, expected):
         if found == wanted:
             continue
         if wanted is None:
             position = orders[sender].index(Action(sender, kind, found))
-            _fail(orders, sender, position, f"stage {receiver} never receives the {what} of microbatch {found}")
+            fail(orders, sender, position, f"stage {receiver} never receives the {what} of microbatch {found}")
         got = f"the next on the edge from stage {sender} is {found}"
         if found is None:
             got = f"stage {sender} sends no more"
         position = orders[receiver].index(Action(receiver, kind, wanted))
-        _fail(orders, receiver, position, f"expects the {what} of microbatch {wanted}, but {got}")
+        fail(orders, receiver, position, f"expects the {what} of microbatch {wanted}, but {got}")
 
 
 def _segment_starts(stages: Sequence[StageReport], microbatches: int, first_update: int) -> list[int]:
@@ -270,84 +246,4 @@ def _check_staleness(
                 reason = f"its staleness is {staleness} updates, at least floor((P-1-s)/K) = {least} is steady state"
             else:
                 continue
-            _fail(orders, stage, orders[stage].index(Action(stage, Kind.FORWARD, i)), reason)
-
-
-def _check_ring(orders: Orders, stage: int, received_by: Kind, freed_by: Kind, slots: int) -> None:
-    """Prove that no receive is posted into a slot in use. Message k of the edge goes to slot k mod `slots`."""
-    arrivals = _indices(orders[stage], received_by)
-    slot_of = {i: k % slots for k, i in enumerate(arrivals)}
-    holder = {slot_of[i]: i for i in arrivals[:1]}  # slot -> the microbatch that needs it
-    received = 0
-    for position, action in enumerate(orders[stage]):
-        if action.kind is received_by:
-            received += 1
-            for following in arrivals[received : received + 1]:
-                slot = slot_of[following]
-                if slot in holder:
-                    reason = f"slot overwritten: the receive of the {_MESSAGE[received_by]} of microbatch {following}"
-                    reason += f" goes into slot {slot} of {slots}, which microbatch {holder[slot]} still needs"
-                    _fail(orders, stage, position, reason)
-                holder[slot] = following
-        if action.kind is freed_by:
-            del holder[slot_of[action.index]]
-
-
-def _steps(order: Sequence[Action], stage: int, stages: int) -> Iterator[tuple[int, Step, Edge]]:
-    """What a stage does on its edges: the position of the action, the step, the edge."""
-    opened: set[Edge] = set()
-    for position, action in enumerate(order):
-        if action.kind is Kind.UPDATE:
-            continue
-        direction = 1 if action.kind is Kind.FORWARD else -1
-        source, target = stage - direction, stage + direction
-        if 0 <= source < stages:
-            edge = source, stage
-            if edge not in opened:
-                opened.add(edge)
-                yield position, "post", edge
-            yield position, "receive", edge
-        if 0 <= target < stages:
-            yield position, "send", (stage, target)
-
-
-def _check_progress(orders: Orders, send_slots: int) -> None:
-    """Run all orders to their end.
-
-    Counting is enough, for both ends of an edge agree on the messages. No step disables another, so the order in
-    which the stages get their turn does not matter.
-    """
-    stages = len(orders)
-    done: Counter[tuple[Step, Edge]] = Counter()
-
-    def possible(step: Step, edge: Edge) -> bool:
-        sent, received = done["send", edge], done["receive", edge]
-        if step == "send":
-            return sent < done["post", edge] + received + send_slots
-        return step == "post" or received < sent
-
-    def wait(position: int, step: Step, edge: Edge) -> str:
-        sender, receiver = edge
-        kind = Kind.FORWARD if sender < receiver else Kind.BACKWARD
-        messages = _indices(orders[sender], kind)
-        if step == "receive":
-            message = f"{_MESSAGE[kind]} of microbatch {messages[done[step, edge]]}"
-            return f"{orders[receiver][position]} waits for the {message} from stage {sender}"
-        message = f"{_MESSAGE[kind]} of microbatch {messages[done[step, edge] - send_slots]}"
-        cell = orders[sender][position]
-        return f"{cell} waits for a send buffer, until stage {receiver} posts the receive of the {message}"
-
-    left = [deque(_steps(order, s, stages)) for s, order in enumerate(orders)]
-    turns = deque(range(stages))
-    while turns:
-        stage = turns.popleft()
-        before = len(left[stage])
-        while left[stage] and possible(*left[stage][0][1:]):
-            done[left[stage].popleft()[1:]] += 1
-        if len(left[stage]) < before:  # only the neighbours can have waited for that
-            turns.extend(s for s in (stage - 1, stage + 1) if 0 <= s < stages)
-    blocked = {s: steps[0] for s, steps in enumerate(left) if steps}
-    if blocked:
-        stage = min(blocked)
-        waits = "\n".join(wait(*step) for step in blocked.values())
-        _fail(orders, stage, blocked[stage][0], f"deadlock, no stage can go on:\n{waits}")
+            fail(orders, stage, orders[stage].index(Action(stage, Kind.FORWARD, i)), reason)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
+from adapipe.errors import ScheduleError
 from adapipe.schedule.actions import Action
 
 
@@ -33,3 +35,9 @@ def format_grid(orders: Sequence[Sequence[Action]], mark: tuple[int, int] | None
             line += " ..."
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def fail(orders: Sequence[Sequence[Action]], stage: int, position: int, reason: str) -> NoReturn:
+    """Raise ScheduleError for one cell."""
+    grid = format_grid(orders, (stage, position))
+    raise ScheduleError(f"stage {stage}, position {position}, {orders[stage][position]}: {reason}\n{grid}")

@@ -53,7 +53,13 @@ class SegmentOrder:
         return self.end_update * self.microbatches
 
     def end_at(self, end_update: int) -> None:
-        """End the segment before update `end_update`. Raises ScheduleError if a forward beyond it was given."""
+        """End the segment before update `end_update`. Raises ScheduleError if a forward beyond it was given, or if
+        nothing would be left of the segment."""
+        if end_update * self.microbatches <= self._first_microbatch:
+            raise ScheduleError(
+                f"a segment that begins with update {self._first_microbatch // self.microbatches} cannot end before "
+                f"update {end_update}"
+            )
         if end_update > self.end_update:
             raise ScheduleError(f"a segment that ends at update {self.end_update} cannot end at {end_update}")
         if self._forwards > end_update * self.microbatches:

@@ -16,7 +16,7 @@ import torch
 
 from adapipe.budget import Budget
 from adapipe.engine.pipeline import Pipeline
-from adapipe.engine.runtime import Report, Row, Work
+from adapipe.engine.work import Report, Row, Work
 from adapipe.policy import Decision, Director
 from adapipe.training.learning_rate import Schedule
 from adapipe.training.summary import Tally, perplexity

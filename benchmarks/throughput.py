@@ -1,0 +1,198 @@
+"""Throughput of two stages as real processes: synchronous, asynchronous, torch's Schedule1F1B, and the compute bound.
+
+    python benchmarks/throughput.py [--repeats 9] [--updates 20]
+
+All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat, so that a
+busy moment of the machine hits all of them; figures are medians over the repeats. Wall clock.
+
+    sync    AdaPipe, a flush after every update (1F1B)
+    async   AdaPipe, one flush at the end of the repeat
+    torch   torch.distributed.pipelining.Schedule1F1B and the same optimizer
+    bound   what the slower stage needs for its K forwards, K backwards and the update, without any communication,
+            while both processes compute
+
+The last line is JSON: sync_vs_torch_1f1b and async_vs_sync are ratios of tokens/s, async_vs_bound is the share of the
+bound's tokens/s that the asynchronous pipeline reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from adapipe.data.corpus import load_corpus
+from adapipe.data.sampler import Sampler
+from adapipe.engine.bulletin import Bulletin
+from adapipe.engine.clock import WallClock
+from adapipe.engine.pipeline import Pipeline
+from adapipe.engine.runtime import Runtime
+from adapipe.engine.stage import Stage
+from adapipe.engine.transport.distributed import DistributedTransport
+from adapipe.engine.work import Work
+from adapipe.engine.world import World
+from adapipe.models.gpt import GPTConfig, fill_gpt_weight, gpt_blocks, language_model_loss
+from adapipe.models.initial import initialise_by_name
+from adapipe.models.partition import block_costs, partition, stage_module
+from adapipe.run import count_tokens
+
+STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH, K = 2, 4, 256, 128, 2, 4
+ARMS = ("sync", "torch", "async", "bound")
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+class AdaPipeArm:
+    """One of our two modes. Every call makes `updates` updates."""
+
+    def __init__(self, world: World, module: nn.Module, batches: Sampler, synchronous: bool) -> None:
+        last = world.rank == STAGES - 1
+        stage = Stage(module, world.rank, STAGES, loss=language_model_loss if last else None, optimizer=adamw)
+        transport = DistributedTransport(world, Bulletin.length(STAGES))
+        runtime = Runtime(
+            stage, transport, WallClock(), batches, microbatches=K, clip=None, count=count_tokens, rank=world.rank
+        )
+        self._pipeline = Pipeline([runtime])
+        self._pipeline.begin_phase()
+        self._synchronous = synchronous
+        self._done = 0
+
+    def __call__(self, updates: int) -> None:
+        self._pipeline.run(Work(self._done, updates, 1 if self._synchronous else updates, lambda update: 1.0))
+        self._done += updates
+
+
+class TorchArm:
+    """torch's own 1F1B on the same stage."""
+
+    def __init__(self, world: World, module: nn.Module, batches: Sampler) -> None:
+        self._rank = world.rank
+        self._batches = batches
+        self._optimizer = adamw(list(module.parameters()))
+        stage = PipelineStage(module, world.rank, STAGES, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, K, loss_fn=self._loss)
+        self._done = 0
+
+    @staticmethod
+    def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return language_model_loss(output, target) / target.numel()
+
+    def __call__(self, updates: int) -> None:
+        for update in range(self._done, self._done + updates):
+            data = [self._batches(update * K + k) for k in range(K)]
+            if self._rank == 0:
+                self._schedule.step(torch.cat([inputs for inputs, _ in data]))
+            else:
+                self._schedule.step(target=torch.cat([targets for _, targets in data]))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._done += updates
+
+
+class BoundArm:
+    """The stage's own work without communication: nothing that a pipeline could leave out."""
+
+    def __init__(self, world: World, module: nn.Module, batches: Sampler) -> None:
+        self._first = world.rank == 0
+        self._module = module
+        self._batches = batches
+        self._optimizer = adamw(list(module.parameters()))
+        self._boundary = torch.randn(MICROBATCH, SEQUENCE, WIDTH)
+
+    def __call__(self, updates: int) -> None:
+        for update in range(updates):
+            for k in range(K):
+                inputs, targets = self._batches(update * K + k)
+                if self._first:
+                    torch.autograd.backward(self._module(inputs), self._boundary)
+                else:
+                    received = self._boundary.detach().requires_grad_()
+                    torch.autograd.backward(language_model_loss(self._module(received), targets) / targets.numel())
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
+    """One rank: seconds per update of every arm and repeat, written to `folder`."""
+    torch.set_num_threads(1)
+    world = World.join(torch.device("cpu"), init_method=f"file://{folder / 'rendezvous'}", rank=rank, size=STAGES)
+    config = GPTConfig(layers=LAYERS, width=WIDTH, heads=4, sequence_length=SEQUENCE)
+    blocks = gpt_blocks(config)
+    module = stage_module(blocks, partition(block_costs(blocks), STAGES)[rank])
+    initialise_by_name(module, 0, fill_gpt_weight(config))
+    batches = Sampler(load_corpus().train, SEQUENCE, MICROBATCH, seed=0)
+    arms: dict[str, Callable[[int], None]] = {
+        "sync": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=True),
+        "torch": TorchArm(world, copy.deepcopy(module), batches),
+        "async": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=False),
+        "bound": BoundArm(world, copy.deepcopy(module), batches),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    for repeat in range(-1, repeats):  # the first one warms up
+        for name in ARMS if repeat % 2 else reversed(ARMS):
+            dist.barrier(group=world.control)
+            start = time.perf_counter()
+            arms[name](updates if repeat >= 0 else 3)
+            if repeat >= 0:
+                seconds[name].append((time.perf_counter() - start) / updates)
+        if rank == 0 and repeat >= 0:
+            figures = ", ".join(f"{name} {1e3 * seconds[name][-1]:.1f} ms" for name in ARMS)
+            print(f"repeat {repeat + 1}: {figures}", flush=True)
+    (folder / f"rank{rank}.json").write_text(json.dumps(seconds))
+    world.close()
+
+
+def run_ranks(target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target(rank, *arguments)` in one process per stage. Raises if one fails."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=target, args=(rank, *arguments)) for rank in range(STAGES)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in ranks]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--updates", type=int, default=20, help="updates per arm and repeat")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ranks(measure, folder, options.repeats, options.updates)
+        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
+    # A pipeline is as slow as the rank that finishes last; the bound is that of the slower stage.
+    median = {arm: max(statistics.median(rank[arm]) for rank in ranks) for arm in ARMS}
+    tokens = K * MICROBATCH * SEQUENCE
+    print(
+        f"\nP = {STAGES}, {LAYERS} layers of width {WIDTH}, K = {K}, microbatch {MICROBATCH} x {SEQUENCE}; wall clock"
+    )
+    for arm in ARMS:
+        print(f"  {arm:<6} {1e3 * median[arm]:7.1f} ms per update {tokens / median[arm]:9,.0f} tokens/s")
+    print("the law's ceiling for async over sync is 1.25")
+    figures = {
+        "sync_vs_torch_1f1b": median["torch"] / median["sync"],
+        "async_vs_sync": median["sync"] / median["async"],
+        "async_vs_bound": median["bound"] / median["async"],
+    }
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The machine that orders run on, without tensors: edges, receiving rings, send buffers.
+
+The machine: activations go down, from F(i) on stage s to F(i) on s+1; gradients go up, from B(i) to B(i) on
+s-1. A stage takes message k of an edge, posts the receive of message k+1, computes, and sends. It posts the first
+receive of an edge when it comes to the action that needs it. A send is complete once the peer has posted the
+matching receive; it does not block, but there are only `send_slots` buffers, so send k first waits until send
+k - send_slots is complete.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from adapipe.schedule.actions import Action, Kind
+from adapipe.schedule.grid import fail
+
+Orders = Sequence[Sequence[Action]]
+Edge = tuple[int, int]  # sender and receiver, always neighbours
+Step = Literal["post", "receive", "send"]  # "post" is the first receive of an edge; each "receive" posts the next
+
+MESSAGE = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}
+"""What an action receives and sends."""
+
+
+def indices(order: Sequence[Action], kind: Kind) -> list[int]:
+    """The microbatches (or updates) of one kind of action, in order."""
+    return [action.index for action in order if action.kind is kind]
+
+
+def check_ring(orders: Orders, stage: int, received_by: Kind, freed_by: Kind, slots: int) -> None:
+    """Prove that no receive is posted into a slot in use. Message k of the edge goes to slot k mod `slots`."""
+    arrivals = indices(orders[stage], received_by)
+    slot_of = {i: k % slots for k, i in enumerate(arrivals)}
+    holder = {slot_of[i]: i for i in arrivals[:1]}  # slot -> the microbatch that needs it
+    received = 0
+    for position, action in enumerate(orders[stage]):
+        if action.kind is received_by:
+            received += 1
+            for following in arrivals[received : received + 1]:
+                slot = slot_of[following]
+                if slot in holder:
+                    reason = f"slot overwritten: the receive of the {MESSAGE[received_by]} of microbatch {following}"
+                    reason += f" goes into slot {slot} of {slots}, which microbatch {holder[slot]} still needs"
+                    fail(orders, stage, position, reason)
+                holder[slot] = following
+        if action.kind is freed_by:
+            del holder[slot_of[action.index]]
+
+
+def _steps(order: Sequence[Action], stage: int, stages: int) -> Iterator[tuple[int, Step, Edge]]:
+    """What a stage does on its edges: the position of the action, the step, the edge."""
+    opened: set[Edge] = set()
+    for position, action in enumerate(order):
+        if action.kind is Kind.UPDATE:
+            continue
+        direction = 1 if action.kind is Kind.FORWARD else -1
+        source, target = stage - direction, stage + direction
+        if 0 <= source < stages:
+            edge = source, stage
+            if edge not in opened:
+                opened.add(edge)
+                yield position, "post", edge
+            yield position, "receive", edge
+        if 0 <= target < stages:
+            yield position, "send", (stage, target)
+
+
+def check_progress(orders: Orders, send_slots: int) -> None:
+    """Run all orders to their end.
+
+    Counting is enough, for both ends of an edge agree on the messages. No step disables another, so the order in
+    which the stages get their turn does not matter.
+    """
+    stages = len(orders)
+    done: Counter[tuple[Step, Edge]] = Counter()
+
+    def possible(step: Step, edge: Edge) -> bool:
+        sent, received = done["send", edge], done["receive", edge]
+        if step == "send":
+            return sent < done["post", edge] + received + send_slots
+        return step == "post" or received < sent
+
+    def wait(position: int, step: Step, edge: Edge) -> str:
+        sender, receiver = edge
+        kind = Kind.FORWARD if sender < receiver else Kind.BACKWARD
+        messages = indices(orders[sender], kind)
+        if step == "receive":
+            message = f"{MESSAGE[kind]} of microbatch {messages[done[step, edge]]}"
+            return f"{orders[receiver][position]} waits for the {message} from stage {sender}"
+        message = f"{MESSAGE[kind]} of microbatch {messages[done[step, edge] - send_slots]}"
+        cell = orders[sender][position]
+        return f"{cell} waits for a send buffer, until stage {receiver} posts the receive of the {message}"
+
+    left = [deque(_steps(order, s, stages)) for s, order in enumerate(orders)]
+    turns = deque(range(stages))
+    while turns:
+        stage = turns.popleft()
+        before = len(left[stage])
+        while left[stage] and possible(*left[stage][0][1:]):
+            done[left[stage].popleft()[1:]] += 1
+        if len(left[stage]) < before:  # only the neighbours can have waited for that
+            turns.extend(s for s in (stage - 1, stage + 1) if 0 <= s < stages)
+    blocked = {s: steps[0] for s, steps in enumerate(left) if steps}
+    if blocked:
+        stage = min(blocked)
+        waits = "\n".join(wait(*step) for step in blocked.values())
+        fail(orders, stage, blocked[stage][0], f"deadlock, no stage can go on:\n{waits}")
