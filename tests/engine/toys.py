@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 from adapipe.engine.bulletin import Bulletin
 from adapipe.engine.clock import WallClock
 from adapipe.engine.pipeline import Pipeline, in_process_pipeline
-from adapipe.engine.runtime import Runtime, Work
+from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Stage
 from adapipe.engine.transport import Transport
 from adapipe.engine.transport.distributed import DistributedTransport
+from adapipe.engine.work import Work
 from adapipe.engine.world import World
 
 WIDTH, CLASSES, BATCH = 8, 5, 3
@@ -70,7 +72,7 @@ def rate_factor(update: int) -> float:
 def cut(stages: int) -> list[range]:
     """Four blocks over `stages` stages."""
     bounds = [round(4 * s / stages) for s in range(stages + 1)]
-    return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def runtime(

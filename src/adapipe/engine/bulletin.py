@@ -23,12 +23,12 @@ class Bulletin:
         self._norms = np.full((stages, 2), _NEVER)  # per stage: update, squared norm of its gradient
         self._skipped = np.full(stages, _NEVER)  # per stage: the last update that it skipped
         self._loss = np.array([_NEVER, math.nan])  # update, mean loss per token
-        self._end = np.array([_NEVER, 0.0])  # set by stage 0: the segment ends before this update; the run ends there
+        self._end = np.array([_NEVER])  # set by stage 0: the segment ends before this update, and the run with it
 
     @staticmethod
     def length(stages: int) -> int:
         """Numbers in the vector that travels."""
-        return 3 * stages + 4
+        return 3 * stages + 3
 
     def vector(self) -> Vector:
         return np.concatenate((self._norms.ravel(), self._skipped, self._loss, self._end))
@@ -40,11 +40,10 @@ class Bulletin:
         newer = norms[:, 0] > self._norms[:, 0]
         self._norms[newer] = norms[newer]
         np.maximum(self._skipped, vector[2 * stages : 3 * stages], out=self._skipped)
-        loss, end = vector[3 * stages : 3 * stages + 2], vector[3 * stages + 2 :]
+        loss = vector[3 * stages : 3 * stages + 2]
         if loss[0] > self._loss[0]:
             self._loss[:] = loss
-        if end[0] > self._end[0]:
-            self._end[:] = end
+        np.maximum(self._end, vector[3 * stages + 2 :], out=self._end)
 
     def post_norm(self, stage: int, update: int, squared_norm: float) -> None:
         self._norms[stage] = (update, squared_norm)
@@ -57,7 +56,7 @@ class Bulletin:
 
     def post_end(self, update: int) -> None:
         """The segment ends before `update`, and the run with it."""
-        self._end[:] = (update, 1.0)
+        self._end[:] = update
 
     def squared_norm(self) -> float:
         """Squared global norm from the latest known norms, in stage order. Stages not heard of yet count zero."""

@@ -70,6 +70,13 @@ class Runtime:
     def run(self, work: Work) -> Steps[Report]:
         """Make the updates of `work`. May make fewer: if `should_stop` says so, or if a stage had to skip a gradient
         that was not finite between flushes. The same report on every stage."""
+        if work.updates < 1 or work.flush_every < 1:
+            raise EngineError(f"a run of {work.updates} updates in segments of {work.flush_every} does not exist")
+        if work.first_update != self.stage.versions.number:
+            raise EngineError(
+                f"the run begins with update {work.first_update}, but stage {self.stage.index} has made "
+                f"{self.stage.versions.number}"
+            )
         self._work = work
         self.stage.module.train()
         self.records.clear()
@@ -225,7 +232,7 @@ class Runtime:
                 loss=loss,
                 tokens=tokens,
                 squared_norm=own,
-                clip_norm=math.sqrt(squared),
+                clip_norm=math.nan if skip else math.sqrt(squared),
                 learning_rate=stage.learning_rate,
                 skipped=float(skip),
                 mean_staleness=sum(staleness) / len(staleness),
@@ -240,11 +247,12 @@ class Runtime:
             self._work.on_update(update + 1, bulletin.loss)
 
     def _maybe_stop(self, microbatch: int) -> None:
-        """On stage 0: end the segment with the update of this microbatch, if asked to, or if a stage had to skip a
-        non-finite gradient since the last flush. The note of this forward tells the other stages."""
+        """On stage 0: end the run with the update of this microbatch, if asked to, or if a stage had to skip a
+        non-finite gradient between flushes. The note of this forward tells the other stages."""
         if self._stopping:
             return
-        if self._work.should_stop() or self.bulletin.skipped_since(self._segment_start):
+        skipped = self._work.flush_every > 1 and self.bulletin.skipped_since(self._work.first_update)
+        if skipped or self._work.should_stop():
             self.bulletin.post_end(microbatch // self.microbatches + 1)
             self._obey_end()
 
@@ -263,6 +271,8 @@ class Runtime:
     def evaluate(self, batches: Batches, microbatches: int) -> Steps[tuple[float, int]]:
         """Loss sum and token count over held-out `microbatches`, known on every stage. The pipeline must be flushed."""
         stage = self.stage
+        if stage.in_flight:
+            raise EngineError(f"stage {stage.index} evaluates with {stage.in_flight} microbatches in flight")
         stage.module.eval()
         total, tokens = 0.0, 0
         for action in evaluation_order(stage.index, microbatches):

@@ -18,7 +18,7 @@ from adapipe.errors import EngineError
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """The weights after `number` updates, as leaves by parameter name. Kept alive by the microbatches that hold it."""
+    """The weights after `number` updates, as leaves by parameter name. Microbatches in flight hold it."""
 
     number: int
     leaves: dict[str, torch.Tensor]
@@ -95,11 +95,12 @@ class VersionStore:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
         optimizer.step()
+        self._current = None
         self.advance()
 
     def advance(self) -> None:
-        """Count an update and drop its gradients. Called by `step`; alone, it is an update that was skipped."""
+        """Count an update and drop its gradients. Called by `step`; alone, it is an update that was skipped, after
+        which the weights are still those of the current version, and still shared with it."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._current = None
         self.number += 1

@@ -37,7 +37,7 @@ class Work:
 
     flush_every: updates per segment; 1 is synchronous, `updates` (or more) flushes only at the end.
     rate_factor: update number -> what to multiply the learning rates with; the same function on every stage.
-    should_stop: asked on stage 0 before every forward; once it says yes, the run ends after the update in progress.
+    should_stop: asked on stage 0 before every forward; once it says yes, the run ends with the update it is at.
     on_update: called on stage 0 after each of its updates with (updates done, last known (update, loss)).
     """
 
@@ -56,7 +56,7 @@ class Row(NamedTuple):
     loss: float  # mean per token, on the last stage; NaN on others
     tokens: float  # tokens of the update, on the last stage; 0 on others
     squared_norm: float  # of the stage's own gradients, before clipping
-    clip_norm: float  # the global norm that this stage clipped by
+    clip_norm: float  # the global norm that this stage clipped by; NaN if it skipped the update
     learning_rate: float  # of its first parameter group; NaN without an optimizer
     skipped: float  # 1 if the stage skipped the update
     mean_staleness: float

@@ -6,6 +6,7 @@ The first failure of a run is written to the ranks' shared store, so that every 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from adapipe.engine.transport.base import Direction
 from adapipe.errors import ConfigurationError, PeerFailure
 
 _FAILURE_KEY = "adapipe/failure"
+_SURVIVOR_KEY = "adapipe/survivor/"
 _GREETING = 4242
 REPORT_SECONDS = 3.0
 """How long a rank that lost a peer waits for the peer's own account of it."""
@@ -29,7 +31,11 @@ REPORT_SECONDS = 3.0
 def launched_world_size() -> int | None:
     """The number of ranks that torchrun (or another launcher that sets its variables) started, None without one."""
     size = os.environ.get("WORLD_SIZE")
-    return int(size) if size is not None and "RANK" in os.environ else None
+    if size is None or "RANK" not in os.environ:
+        return None
+    if not size.isdigit() or int(size) < 1:
+        raise ConfigurationError(f"the environment variable WORLD_SIZE is {size!r}, not a number of ranks")
+    return int(size)
 
 
 class World:
@@ -127,17 +133,30 @@ class World:
         try:
             yield
         except RuntimeError as error:
+            self._store_quietly(f"{_SURVIVOR_KEY}{self.rank}")
             earlier = self.reported_failure(REPORT_SECONDS)
             if earlier is not None:
                 raise PeerFailure(f"rank {self.rank} stops: {earlier}", reported=True) from None
-            whom = "another rank" if peer is None else f"rank {peer} (stage {peer})"
-            what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             message = (
-                f"rank {self.rank} (stage {self.rank}) lost {whom}, which ended without a message: "
-                f"killed, out of memory, or cut off from the network ({what})"
+                f"rank {self.rank} (stage {self.rank}) lost {self._name_lost(peer)}, which ended without a message: "
+                "killed, out of memory, or cut off from the network"
             )
             first = self.report_failure(message)
             raise PeerFailure(message, reported=not first) from error
+
+    def _store_quietly(self, key: str) -> None:
+        with contextlib.suppress(Exception):  # the store is gone with the rank that held it
+            self._store.set(key, "1")
+
+    def _name_lost(self, peer: int | None) -> str:
+        """The peer, or after a broken gather the ranks that have not said that they survived it."""
+        lost = [peer] if peer is not None else []
+        with contextlib.suppress(Exception):
+            if peer is None:
+                lost = [rank for rank in range(self.size) if not self._store.check([f"{_SURVIVOR_KEY}{rank}"])]
+        if not lost:
+            return "another rank"
+        return " and ".join(f"rank {rank} (stage {rank})" for rank in lost)
 
     def close(self) -> None:
         if self._owns_process_group and dist.is_initialized():

@@ -40,7 +40,7 @@ class _Wire:
     """Flat buffers for the messages of one edge: header (stamp and note, float64), then the payload."""
 
     def __init__(self, spec: TensorSpec, note_length: int, slots: int, device: torch.device) -> None:
-        # The payload starts at a multiple of 64 bytes, so that it can be viewed as any dtype.
+        # The payload starts at a multiple of 64 bytes: aligned for any dtype.
         header = -(-8 * (_STAMP + note_length) // 64) * 64
         self.buffers = [torch.empty(header + spec.nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._headers = [buffer[: 8 * (_STAMP + note_length)].view(torch.float64) for buffer in self.buffers]
@@ -73,32 +73,33 @@ class _Sender:
 
     def begin_phase(self) -> None:
         """Retire what is on its way; the next message announces its shape."""
-        with self._world.losing(self._peer):
-            for slot in range(SEND_SLOTS):
-                self._retire(slot)
-            if self._announcement is not None:
+        for slot in range(SEND_SLOTS):
+            self._retire(slot)
+        if self._announcement is not None:
+            with self._world.losing(self._peer):
                 self._announcement[0].wait()
         self._announcement = None
         self.spec = None
 
     def _retire(self, slot: int) -> None:
         if self._works[slot] is not None:
-            self._works[slot].wait()
+            with self._world.losing(self._peer):
+                self._works[slot].wait()
             self._works[slot] = None
 
     def send(self, phase: int, microbatch: int, payload: torch.Tensor, note: Vector) -> None:
         spec = TensorSpec.of(payload)
+        if self.spec is None:
+            self._agree(spec)
+        assert self.spec is not None
+        assert self._wire is not None
+        check_spec(self.spec, spec, self._direction, self._stage, microbatch)
+        slot = self._sent % SEND_SLOTS
+        self._sent += 1
+        self._retire(slot)
+        self._wire.write_header(slot, phase, microbatch, note)
+        self._wire.payloads[slot].copy_(payload.detach())
         with self._world.losing(self._peer):
-            if self.spec is None:
-                self._agree(spec)
-            assert self.spec is not None
-            assert self._wire is not None
-            check_spec(self.spec, spec, self._direction, self._stage, microbatch)
-            slot = self._sent % SEND_SLOTS
-            self._sent += 1
-            self._retire(slot)
-            self._wire.write_header(slot, phase, microbatch, note)
-            self._wire.payloads[slot].copy_(payload.detach())
             self._works[slot] = dist.isend(self._wire.buffers[slot], self._peer, group=self._group)
 
     def _agree(self, spec: TensorSpec) -> None:
@@ -109,7 +110,8 @@ class _Sender:
         # A gradient looks like the activation that it answers, so only activations are announced.
         if self._direction is Direction.DOWN:
             code = spec.encode().to(self._world.device)
-            self._announcement = (dist.isend(code, self._peer, group=self._group), code)
+            with self._world.losing(self._peer):
+                self._announcement = (dist.isend(code, self._peer, group=self._group), code)
 
 
 class _Receiver:
@@ -131,7 +133,7 @@ class _Receiver:
 
     def begin_phase(self) -> None:
         if self._ring.used:
-            raise EngineError(f"stage {self._stage} begins a phase with a {self._direction.value} still in use")
+            raise EngineError(f"stage {self._stage} begins a phase while its {self._direction.value}s are in use")
         self.spec = None
 
     def know(self, spec: TensorSpec) -> None:

@@ -30,6 +30,11 @@ class _Edge:
         self.spec: TensorSpec | None = None
 
 
+def _as_received(payload: torch.Tensor) -> torch.Tensor:
+    """What arrives after a journey over a wire: a contiguous copy."""
+    return payload.detach().clone(memory_format=torch.contiguous_format)
+
+
 class Hub:
     """What the stages of one in-process pipeline share. `events` grows whenever anything happens."""
 
@@ -66,7 +71,7 @@ class InProcessTransport:
         for direction, ring in self._rings.items():
             edge = self._hub.edges[direction, self.stage]  # the outgoing one: its sender begins it anew
             if edge.queue or ring.used:
-                raise EngineError(f"stage {self.stage} begins a phase with a {direction.value} still on its way")
+                raise EngineError(f"stage {self.stage} begins a phase while its {direction.value}s are on their way")
             edge.spec = None
 
     def send(self, direction: Direction, microbatch: int, payload: torch.Tensor, note: Vector) -> Steps[None]:
@@ -77,7 +82,7 @@ class InProcessTransport:
         check_spec(edge.spec, spec, direction, self.stage, microbatch)
         while len(edge.queue) > SEND_SLOTS:  # one more than the slots: the receiver has posted one receive
             yield
-        edge.queue.append((self._phase, microbatch, payload.detach().clone(), note.copy()))
+        edge.queue.append((self._phase, microbatch, _as_received(payload), note.copy()))
         self._hub.events += 1
 
     def post(self, direction: Direction, microbatch: int) -> None:
