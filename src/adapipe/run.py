@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,18 +277,5 @@ class _Observer:
             loss=loss,
             tokens_per_second=tally.tokens_per_second(mode),
             idle_share=tally.idle_share(mode),
-            seconds_left=seconds * (1 - fraction) / fraction if fraction > 0 else None,
+            seconds_left=seconds * (1 - fraction) / fraction if seconds > 1 and fraction > 0 else None,
         )
-
-
-def local_device(name: str) -> torch.device:
-    """The device of this rank: "cpu", or "cuda" for the GPU that carries its local rank."""
-    if name == "cpu":
-        return torch.device("cpu")
-    if name != "cuda":
-        raise ConfigurationError(f"--device {name}: unknown device, choose cpu or cuda")
-    index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= found:
-        raise ConfigurationError(f"--device cuda: this machine shows {found} GPUs, and every stage needs its own")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

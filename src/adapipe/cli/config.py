@@ -68,8 +68,8 @@ class TrainConfig:
     """Shape of the learning rate after the warm-up; cosine and linear end at a tenth of the peak."""
     optimizer: Annotated[str, _choices("adamw", "sgd")] = "adamw"
     """adamw: betas 0.9 and 0.95, weight decay 0.1. sgd: momentum 0.9."""
-    clip: float | None = 1.0
-    """Limit of the global gradient norm; None for no clipping."""
+    clip: float = 1.0
+    """Limit of the global gradient norm; 0 for no clipping."""
     precision: Annotated[str, _choices("fp32", "bf16")] = "fp32"
     """bf16: matrix products in bfloat16, weights in float32."""
     seed: int = 0
@@ -101,6 +101,12 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     path = _config_path(arguments)
     if path is not None:
         defaults = read_toml(path)
+        # A budget on the command line replaces the other kind of budget in the file.
+        given = {argument.split("=")[0] for argument in arguments}
+        if "--seconds" in given and "--updates" not in given:
+            defaults = replace(defaults, updates=None)
+        if "--updates" in given and "--seconds" not in given:
+            defaults = replace(defaults, seconds=None)
     return tyro.cli(TrainConfig, prog="adapipe train", args=arguments, default=defaults)
 
 
@@ -118,7 +124,7 @@ def _config_path(arguments: list[str]) -> Path | None:
 def read_toml(path: Path) -> TrainConfig:
     """The configuration in a TOML file; options that it does not name keep their defaults."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
         raise ConfigurationError(f"--config {path} cannot be read ({error.strerror}): check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -140,28 +146,29 @@ def _convert(path: Path, name: str, value: Any, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(None) in kinds and value == "none":
-        return None
     if Path in kinds and isinstance(value, str):
         return Path(value)
     if type(value) not in kinds:
-        wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
+        wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
         raise ConfigurationError(f"--config {path}: {name} = {value!r} must be of type {wanted}")
     return value
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The whole configuration, for `read_toml`. Options without a value are written as "none"."""
+    """The whole configuration, for `read_toml`. Options without a value are comments: TOML has no null."""
     lines = ["# Run it again: adapipe train --config THIS_FILE --out ANOTHER_FOLDER"]
     for field in fields(config):
+        value = getattr(config, field.name)
         if field.name != "config":
-            lines.append(f"{field.name} = {_toml_value(getattr(config, field.name))}")
+            lines.append(f"# {field.name} is not set" if value is None else f"{field.name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
+def write_toml(path: Path, config: TrainConfig) -> None:
+    path.write_text(to_toml(config), encoding="utf-8", errors="surrogateescape")
+
+
 def _toml_value(value: Any) -> str:
-    if value is None:
-        return '"none"'
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

@@ -13,9 +13,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from adapipe.cli.interrupt import INTERRUPTED, LAUNCHER_VARIABLE
+
+BAD_INPUT = 2
+FAILED = 1
+
 
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `adapipe ARGUMENTS` on `ranks` local ranks. Returns the exit code: 0, 1 if a rank failed, 130 for Ctrl-C.
+    """Run `adapipe ARGUMENTS` on `ranks` local ranks. Returns the exit code: 0, 1 if a rank failed, 2 for bad input,
+    128 plus the number of the signal that ended it.
 
     A rank that fails says why itself; only one that was killed cannot.
     """
@@ -32,6 +38,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", "adapipe", *arguments)
     except ChildFailedError as error:
@@ -41,7 +48,11 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
                     f"adapipe: rank {rank} (stage {rank}) was killed (SIGKILL), by someone or for want of memory",
                     file=sys.stderr,
                 )
-        return 1
-    except (SignalException, KeyboardInterrupt):
-        return 130
+        # A rank that was given bad input, or that Ctrl-C ended, has said so in its exit code.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return next((code for code in (BAD_INPUT, INTERRUPTED) if codes == {code}), FAILED)
+    except SignalException as error:
+        return 128 + error.sigval.value
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0

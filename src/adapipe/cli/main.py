@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from adapipe.cli.interrupt import end_quietly_on_interrupt
+
 USAGE = """\
 usage: adapipe COMMAND [OPTIONS]
 
@@ -15,8 +17,7 @@ commands:
 
 adapipe COMMAND --help lists the options of a command; adapipe --version prints the version."""
 
-BAD_INPUT = 2
-FAILED = 1
+_BAD_INPUT = 2
 
 
 def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
@@ -26,11 +27,12 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted twice."""
+    """Run a command line; returns the exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    end_quietly_on_interrupt()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if arguments else BAD_INPUT
+        return 0 if arguments else _BAD_INPUT
     if arguments[0] == "--version":
         from adapipe import __version__
 
@@ -40,5 +42,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] not in commands:
         known = ", ".join(commands)
         print(f"adapipe: {arguments[0]!r} is not a command; there is: {known}", file=sys.stderr)
-        return BAD_INPUT
+        return _BAD_INPUT
     return commands[arguments[0]](arguments[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,26 @@ from adapipe.reports.metrics import MetricsWriter, read_metrics, write_json
 _FILES = ("config.toml", "metrics.jsonl", "decisions.jsonl", "summary.json", "curves.png")
 
 
-def check_folder(path: Path, overwrite: bool) -> None:
-    """Raise ConfigurationError if a run cannot be written to `path`. Writes nothing."""
-    if path.exists() and not path.is_dir():
-        raise ConfigurationError(f"--out {path} is a file: give a folder")
-    taken = [name for name in _FILES if (path / name).exists()]
+def make_folder(path: Path, overwrite: bool) -> None:
+    """Make an empty folder for a run, or take one that holds none. Raises ConfigurationError if it cannot be used."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in _FILES if (path / name).exists()]
+        writable = os.access(path, os.W_OK)
+    except FileExistsError:
+        raise ConfigurationError(f"--out {path} is a file: give a folder") from None
+    except OSError as error:
+        raise _unusable(path, error.strerror) from None
+    if not writable:
+        raise _unusable(path, os.strerror(errno.EACCES))
     if taken and not overwrite:
         raise ConfigurationError(
             f"--out {path} holds another run ({', '.join(taken)}): give another folder, or --overwrite to replace it"
         )
+
+
+def _unusable(path: Path, why: str | None) -> ConfigurationError:
+    return ConfigurationError(f"--out {path} cannot be written ({why}): give a folder that you may write to")
 
 
 class RunFolder:
@@ -29,19 +42,16 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool = False, config: str | None = None) -> None:
         """config: the text of config.toml. Raises ConfigurationError if the folder cannot be used."""
-        check_folder(path, overwrite)
+        make_folder(path, overwrite)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 (path / name).unlink(missing_ok=True)
             if config is not None:
-                (path / "config.toml").write_text(config)
+                (path / "config.toml").write_text(config, encoding="utf-8", errors="surrogateescape")
             self._metrics = MetricsWriter(path / "metrics.jsonl")
             self._decisions = MetricsWriter(path / "decisions.jsonl")
         except OSError as error:
-            raise ConfigurationError(
-                f"--out {path} cannot be written ({error.strerror}): give a folder that you may write to"
-            ) from error
+            raise _unusable(path, error.strerror) from error
         self.path = path
 
     def line(self, line: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Every number may be None or not finite, and is then shown as "-": a display neve
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -159,7 +160,9 @@ class PlainProgress:
 
     def _line(self, text: str) -> None:
         # sys.stdout is looked up now, not at the start: a caller may have redirected it since.
-        print(text, file=self._stream if self._stream is not None else sys.stdout, flush=True)
+        # A reader that has gone away (`| head`) must not end the run.
+        with contextlib.suppress(OSError):
+            print(text, file=self._stream if self._stream is not None else sys.stdout, flush=True)
 
 
 class TerminalProgress:

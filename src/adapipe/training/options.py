@@ -38,10 +38,10 @@ class Options:
         if self.evaluate_every < 1:
             raise ConfigurationError(f"--evaluate-every {self.evaluate_every}: give at least 1 update")
         if self.clip is not None and not 0 < self.clip < float("inf"):
-            raise ConfigurationError(f"--clip {self.clip:g}: give a norm above 0, or none for no clipping")
+            raise ConfigurationError(f"--clip {self.clip:g}: give a norm above 0")
         if self.target_perplexity is not None and not self.target_perplexity >= 1:
             raise ConfigurationError(
-                f"--target-perplexity {self.target_perplexity:g} is below 1, which no model can reach"
+                f"--target-perplexity {self.target_perplexity:g}: give at least 1, better than which no model can be"
             )
         self.policy()
         self.schedule()
