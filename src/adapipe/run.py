@@ -125,8 +125,14 @@ def train(
         target_perplexity=target_perplexity,
         precision=precision,
     )
-    if options.needs_held_out and not held_out:
+    if held_out is not None and len(held_out) == 0:
+        raise ConfigurationError("held_out is empty: give at least one microbatch, or None")
+    if options.needs_held_out and held_out is None:
         raise ConfigurationError('mode "adaptive" compares held-out losses: give `held_out` microbatches')
+    if target_perplexity is not None and held_out is None:
+        raise ConfigurationError("target_perplexity is of the held-out loss: give `held_out` microbatches")
+    if costs is not None and len(costs) != len(blocks):
+        raise ConfigurationError(f"costs are {len(costs)} for {len(blocks)} blocks: give one for each")
     size = number_of_stages(stages)
     parts = partition(block_costs(blocks) if costs is None else costs, size)
     _refuse_shared_parameters(blocks, parts)
@@ -188,10 +194,13 @@ def train(
         if folder is not None:
             folder.finish(summary)
     except PeerFailure:
+        assert world is not None
+        world.abandon()
         raise
     except BaseException as error:
         if world is not None:
             world.report_failure(str(error) or f"rank {rank}: {type(error).__name__}")
+            world.abandon()
         raise
     if world is not None:
         world.close()

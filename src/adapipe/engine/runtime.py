@@ -16,7 +16,7 @@ from adapipe.engine.stage import Stage
 from adapipe.engine.transport import Direction, Steps, Transport
 from adapipe.engine.transport.base import Vector
 from adapipe.engine.work import Batches, Record, Report, Row, Work
-from adapipe.errors import AdaPipeError, EngineError, PeerFailure, StageFailure
+from adapipe.errors import AdaPipeError, ConfigurationError, EngineError, PeerFailure, StageFailure
 from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order
 from adapipe.schedule.laws import staleness_bound, version_bound
 
@@ -121,7 +121,7 @@ class Runtime:
         """Say where it happened if something goes wrong."""
         try:
             yield from steps
-        except (PeerFailure, StageFailure):
+        except (PeerFailure, StageFailure, ConfigurationError):
             raise
         except Exception as error:
             microbatch = None if action.kind is Kind.UPDATE else action.index
@@ -298,7 +298,7 @@ class Runtime:
             if stage.last:
                 return float(output), self.count(targets)
             yield from self._send(Direction.DOWN, i, output)
-        except (PeerFailure, StageFailure):
+        except (PeerFailure, StageFailure, ConfigurationError):
             raise
         except Exception as error:
             what = f"evaluation failed: {type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ The first failure of a run is written to the ranks' shared store, so that every 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -29,13 +30,21 @@ REPORT_SECONDS = 3.0
 
 
 def launched_world_size() -> int | None:
-    """The number of ranks that torchrun (or another launcher that sets its variables) started, None without one."""
+    """The number of ranks: of the process group that the caller has made, or as torchrun (or another launcher that sets
+    its variables) started them. None without either."""
+    if dist.is_initialized():
+        return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE")
     if size is None or "RANK" not in os.environ:
         return None
     if not size.isdigit() or int(size) < 1:
         raise ConfigurationError(f"the environment variable WORLD_SIZE is {size!r}, not a number of ranks")
     return int(size)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class World:
@@ -159,5 +168,13 @@ class World:
         return " and ".join(f"rank {rank} (stage {rank})" for rank in lost)
 
     def close(self) -> None:
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+        """Part in peace. The process group stays until the process ends: one made anew in the same store would find the
+        old one's addresses there."""
+        if self._owns_process_group:
+            atexit.register(_destroy_process_group)
+
+    def abandon(self) -> None:
+        """Part in failure: close the connections, so that ranks that wait for this one do not wait for its end."""
+        for group in (*self.groups.values(), self.control):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)

@@ -20,6 +20,7 @@ class Director:
         self._policy = policy
         self._update = 0
         self._end: int | None = 0  # the update at which the decision in force runs out; None: never
+        self._flushed = True
         self._skipped: list[int] = []  # stages whose last asynchronous update was skipped
         self.decision = Decision("sync")
         self.decisions: list[tuple[int, Decision]] = []
@@ -30,13 +31,16 @@ class Director:
         self._policy.observe(line)
         if not is_evaluation(line):
             self._update = line["update"]
+            self._flushed = line["flushed"]
             if line["mode"] == "async":
                 self._skipped = self._skipped + line["skipped_stages"]
 
     @property
     def due(self) -> bool:
         """Is a new decision needed before the next update?"""
-        return bool(self._skipped) or (self._end is not None and self._update >= self._end)
+        if self._skipped:
+            return self._flushed  # the pipeline first runs empty
+        return self._end is not None and self._update >= self._end
 
     def decide(self) -> Decision:
         """The decision for the next update: the one in force, or a new one."""

@@ -40,6 +40,15 @@ class Meter:
             self._mode, self._window = line["mode"], (self.update, self.seconds)
         self.update, self.seconds = line["update"], line["training_seconds"]
 
+    def fresh_reading(self, mode: str) -> Reading | None:
+        """The last reading, if it was taken after the last update and that was in `mode`."""
+        current = self.reading is not None and self.reading.update == self.update and self._mode in (mode, None)
+        return self.reading if current else None
+
+    def unbroken_since(self, reading: Reading) -> bool:
+        """Have all updates since that reading been in one mode?"""
+        return self._window[0] <= reading.update
+
     @property
     def seconds_per_update(self) -> float | None:
         """In the mode that runs now; None before its first update."""

@@ -77,17 +77,11 @@ class Slope:
             updates = self._updates(left) if self._meter.seconds_per_update else min(self._updates(left), _FIRST_STEPS)
             yield Decision("sync", updates, evaluate=True, reason="synchronous until the warm-up ends")
         winner: Mode = "sync"
-        if self._meter.reading is None or self._meter.reading.update != self._meter.update:
-            yield Decision("sync", self._updates(0.0), evaluate=True, reason="a first reading")
         best = yield from self._measure("sync")
         dwell = self._dwell
         # A trial costs a settling time and a window, and must still be able to pay for itself.
         while 1.0 - self._fraction() > (2 + self._settle) * self._window:
             challenger: Mode = "async" if winner == "sync" else "sync"
-            settling = self._updates(self._settle * self._window)
-            yield Decision(
-                challenger, settling, evaluate=True, reason=f"settling in {challenger} before it is measured"
-            )
             rival = yield from self._measure(challenger)
             numbers = {f"rate_{winner}": best, f"rate_{challenger}": rival}
             if rival > best:
@@ -107,10 +101,17 @@ class Slope:
             yield Decision(winner, reason=f"too little of the budget is left for a trial: {winner} to the end")
 
     def _measure(self, mode: Mode) -> Generator[Decision, None, float]:
-        """Run a window in `mode`; its rate of progress, in held-out loss per second. Starts at a reading."""
-        before = self._meter.reading
+        """Run a window in `mode`, after settling in it if need be; its rate of progress, in held-out loss per second.
+
+        A mode whose held-out loss or gradients are not finite in the meantime makes no progress: -infinity.
+        """
+        for _ in range(2):  # a gradient that was not finite may come in between once
+            if self._meter.fresh_reading(mode) is None:
+                updates = self._updates(self._settle * self._window)
+                yield Decision(mode, updates, evaluate=True, reason=f"settling in {mode} before it is measured")
+        before = self._meter.fresh_reading(mode)
         yield Decision(mode, self._updates(self._window), evaluate=True, reason=f"measuring {mode}")
-        after = self._meter.reading
-        if before is None or after is None or after is before:  # a held-out loss that was not finite
+        after = self._meter.fresh_reading(mode)
+        if before is None or after is None or not self._meter.unbroken_since(before):
             return float("-inf")
         return rate(before, after)

@@ -18,6 +18,7 @@ One line after every update:
     staleness         [float]       mean over the update, one per stage
     idle_share        [float]       0..1, one per stage
     skipped_stages    [int]         stages that skipped this update because their gradient was not finite
+    flushed           bool          the pipeline ran empty after this update: in sync always, else where a segment ends
 
 One line after every evaluation:
 

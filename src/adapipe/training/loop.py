@@ -17,6 +17,7 @@ import torch
 from adapipe.budget import Budget
 from adapipe.engine.pipeline import Pipeline
 from adapipe.engine.work import Report, Row, Work
+from adapipe.errors import ConfigurationError
 from adapipe.policy import Decision, Director
 from adapipe.training.learning_rate import Schedule
 from adapipe.training.summary import Tally, perplexity
@@ -26,6 +27,11 @@ LONGEST_RUN = 500
 
 FIRST_RUN = 5
 """Updates to find out how long one takes, where the budget is in seconds."""
+
+
+def _finite(value: float) -> float | None:
+    """For a line: JSON has no NaN, and a replay must see what the policy saw."""
+    return float(value) if math.isfinite(value) else None
 
 
 class Observer(Protocol):
@@ -84,13 +90,14 @@ class Loop:
         tally, budget = self.tally, self._settings.budget
         decision = self._decide()
         self._evaluate(decision.mode)
-        while not tally.reached_target:
+        stopped = tally.reached_target
+        while not stopped:
             report = self._train(decision)
             if self._evaluation_due(decision):
                 self._evaluate(decision.mode)
-            if report.stopped or budget.spent(tally.updates, tally.seconds):
-                break
-            decision = self._decide()
+            stopped = report.stopped or tally.reached_target or budget.spent(tally.updates, tally.seconds)
+            if not stopped:
+                decision = self._decide()
         self._evaluate(decision.mode)
         return tally
 
@@ -116,7 +123,9 @@ class Loop:
         else:
             limits.append(FIRST_RUN)
         updates = min(limits)
-        rate_factor = self._rates(tally.updates, tally.seconds, estimate or 0.0)
+        # Before the first update has been timed, any guess is good enough that is not a learning rate of 0.
+        guess = (settings.budget.seconds or 0.0) / 1000
+        rate_factor = self._rates(tally.updates, tally.seconds, estimate or guess)
         clock = self._pipeline.clock
         started = clock.now()
 
@@ -177,12 +186,13 @@ class Loop:
                 "tokens": self.tally.tokens + int(fields["tokens"][-1, k]),
                 "training_seconds": self.tally.seconds + float(spent[0]),
                 "loss": float(fields["loss"][-1, k]),
-                "gradient_norm": norm,
-                "clip_norm": fields["clip_norm"][:, k].tolist(),
+                "gradient_norm": _finite(norm),
+                "clip_norm": [_finite(value) for value in fields["clip_norm"][:, k]],
                 "learning_rate": float(rates[k]),
                 "staleness": fields["mean_staleness"][:, k].tolist(),
                 "idle_share": (waited / spent).tolist(),
                 "skipped_stages": skipped,
+                "flushed": mode == "sync" or k == report.updates - 1,
             }
             self._emit(line)
 
@@ -197,6 +207,8 @@ class Loop:
             return
         started = self._pipeline.clock.now()
         total, tokens = self._pipeline.evaluate(held_out.__getitem__, len(held_out))
+        if tokens < 1:
+            raise ConfigurationError("held_out holds no token to evaluate on: give microbatches with some")
         loss = total / tokens
         self._last_evaluation = self.tally.updates
         self._emit(
@@ -204,8 +216,8 @@ class Loop:
                 "update": self.tally.updates,
                 "mode": mode,
                 "training_seconds": self.tally.seconds,
-                "held_out_loss": loss,
-                "held_out_perplexity": perplexity(loss),
+                "held_out_loss": _finite(loss),
+                "held_out_perplexity": _finite(perplexity(loss)),
                 "evaluation_seconds": self._pipeline.clock.now() - started,
             }
         )

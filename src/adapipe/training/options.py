@@ -43,8 +43,8 @@ class Options:
             raise ConfigurationError(
                 f"--target-perplexity {self.target_perplexity:g}: give at least 1, better than which no model can be"
             )
-        self.policy()
-        self.schedule()
+        # Making them checks what they are made of.
+        _ = self.budget, self.policy(), self.schedule()
 
     @property
     def name(self) -> str:

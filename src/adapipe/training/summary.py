@@ -64,8 +64,8 @@ class Tally:
         if is_evaluation(line):
             self.held_out_loss = line["held_out_loss"]
             self.evaluation_seconds += line["evaluation_seconds"]
-            reached = self.target_perplexity is not None and line["held_out_perplexity"] <= self.target_perplexity
-            if reached and self.seconds_to_target is None:
+            found, target = line["held_out_perplexity"], self.target_perplexity
+            if None not in (found, target) and found <= target and self.seconds_to_target is None:
                 self.seconds_to_target = line["training_seconds"]
             return
         mode, seconds = line["mode"], line["training_seconds"] - self.seconds
