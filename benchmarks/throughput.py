@@ -1,9 +1,9 @@
 """Throughput of two stages as real processes: synchronous, asynchronous, torch's Schedule1F1B, and the compute bound.
 
-    python benchmarks/throughput.py [--repeats 9] [--updates 20]
+    python benchmarks/throughput.py [--repeats 12] [--updates 15]
 
 All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat, so that a
-busy moment of the machine hits all of them; figures are medians over the repeats. Wall clock.
+busy moment of the machine hits all of them. Figures are medians over the single updates of all repeats. Wall clock.
 
     sync    AdaPipe, a flush after every update (1F1B)
     async   AdaPipe, one flush at the end of the repeat
@@ -56,8 +56,21 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
+class Laps:
+    """Seconds between one lap and the next."""
+
+    def __init__(self) -> None:
+        self.laps: list[float] = []
+        self._last = time.perf_counter()
+
+    def lap(self) -> None:
+        now = time.perf_counter()
+        self.laps.append(now - self._last)
+        self._last = now
+
+
 class AdaPipeArm:
-    """One of our two modes. Every call makes `updates` updates."""
+    """One of our two modes. Like all arms, a call makes `updates` updates and returns the seconds of each."""
 
     def __init__(self, world: World, module: nn.Module, batches: Sampler, synchronous: bool) -> None:
         last = world.rank == STAGES - 1
@@ -66,14 +79,17 @@ class AdaPipeArm:
         runtime = Runtime(
             stage, transport, WallClock(), batches, microbatches=K, clip=None, count=count_tokens, rank=world.rank
         )
+        self._rank = world.rank
         self._pipeline = Pipeline([runtime])
         self._pipeline.begin_phase()
         self._synchronous = synchronous
         self._done = 0
 
-    def __call__(self, updates: int) -> None:
-        self._pipeline.run(Work(self._done, updates, 1 if self._synchronous else updates, lambda update: 1.0))
+    def __call__(self, updates: int) -> list[float]:
+        flush_every = 1 if self._synchronous else updates
+        report = self._pipeline.run(Work(self._done, updates, flush_every, lambda update: 1.0))
         self._done += updates
+        return [float(seconds) for seconds in report.field("seconds")[self._rank]]
 
 
 class TorchArm:
@@ -91,7 +107,8 @@ class TorchArm:
     def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return language_model_loss(output, target) / target.numel()
 
-    def __call__(self, updates: int) -> None:
+    def __call__(self, updates: int) -> list[float]:
+        clock = Laps()
         for update in range(self._done, self._done + updates):
             data = [self._batches(update * K + k) for k in range(K)]
             if self._rank == 0:
@@ -100,7 +117,9 @@ class TorchArm:
                 self._schedule.step(target=torch.cat([targets for _, targets in data]))
             self._optimizer.step()
             self._optimizer.zero_grad()
+            clock.lap()
         self._done += updates
+        return clock.laps
 
 
 class BoundArm:
@@ -113,7 +132,8 @@ class BoundArm:
         self._optimizer = adamw(list(module.parameters()))
         self._boundary = torch.randn(MICROBATCH, SEQUENCE, WIDTH)
 
-    def __call__(self, updates: int) -> None:
+    def __call__(self, updates: int) -> list[float]:
+        clock = Laps()
         for update in range(updates):
             for k in range(K):
                 inputs, targets = self._batches(update * K + k)
@@ -124,10 +144,12 @@ class BoundArm:
                     torch.autograd.backward(language_model_loss(self._module(received), targets) / targets.numel())
             self._optimizer.step()
             self._optimizer.zero_grad()
+            clock.lap()
+        return clock.laps
 
 
 def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
-    """One rank: seconds per update of every arm and repeat, written to `folder`."""
+    """One rank: seconds of every update of every arm, written to `folder`."""
     torch.set_num_threads(1)
     world = World.join(torch.device("cpu"), init_method=f"file://{folder / 'rendezvous'}", rank=rank, size=STAGES)
     config = GPTConfig(layers=LAYERS, width=WIDTH, heads=4, sequence_length=SEQUENCE)
@@ -135,7 +157,7 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
     module = stage_module(blocks, partition(block_costs(blocks), STAGES)[rank])
     initialise_by_name(module, 0, fill_gpt_weight(config))
     batches = Sampler(load_corpus().train, SEQUENCE, MICROBATCH, seed=0)
-    arms: dict[str, Callable[[int], None]] = {
+    arms: dict[str, Callable[[int], list[float]]] = {
         "sync": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=True),
         "torch": TorchArm(world, copy.deepcopy(module), batches),
         "async": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=False),
@@ -145,12 +167,11 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
     for repeat in range(-1, repeats):  # the first one warms up
         for name in ARMS if repeat % 2 else reversed(ARMS):
             dist.barrier(group=world.control)
-            start = time.perf_counter()
-            arms[name](updates if repeat >= 0 else 3)
+            laps = arms[name](updates if repeat >= 0 else 3)
             if repeat >= 0:
-                seconds[name].append((time.perf_counter() - start) / updates)
+                seconds[name] += laps
         if rank == 0 and repeat >= 0:
-            figures = ", ".join(f"{name} {1e3 * seconds[name][-1]:.1f} ms" for name in ARMS)
+            figures = ", ".join(f"{name} {1e3 * statistics.median(seconds[name][-updates:]):.1f} ms" for name in ARMS)
             print(f"repeat {repeat + 1}: {figures}", flush=True)
     (folder / f"rank{rank}.json").write_text(json.dumps(seconds))
     world.close()
@@ -170,14 +191,14 @@ def run_ranks(target: Callable[..., None], *arguments: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--updates", type=int, default=20, help="updates per arm and repeat")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--updates", type=int, default=15, help="updates per arm and repeat")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(measure, folder, options.repeats, options.updates)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
-    # A pipeline is as slow as the rank that finishes last; the bound is that of the slower stage.
+    # Both ranks of a pipeline take the same time; the bound is that of the slower stage.
     median = {arm: max(statistics.median(rank[arm]) for rank in ranks) for arm in ARMS}
     tokens = K * MICROBATCH * SEQUENCE
     print(

@@ -490,7 +490,9 @@ def test_overwrite_replaces_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["updates"] == 3
 
 
-@pytest.mark.parametrize("mistake", [{"updates": 0}, {"stages": 9}, {"plan": "sync:x"}, {"mode": "adaptive"}])
+@pytest.mark.parametrize(
+    "mistake", [{"updates": 0}, {"stages": 9}, {"plan": "sync:x"}, {"mode": "adaptive"}, {"held_out": []}]
+)
 def test_a_mistake_does_not_cost_the_run_that_was_to_be_replaced(tmp_path: Path, mistake: dict[str, Any]) -> None:
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ConfigurationError):

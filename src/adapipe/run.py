@@ -39,8 +39,8 @@ IGNORED_TARGET = -100
 class Result:
     """What a run ended with.
 
-    summary: as in summary.json, the same on every rank. modules: the trained stages of this process, whose parameters
-    carry the names of the whole model, "INDEX OF BLOCK.NAME IN BLOCK".
+    summary: as in summary.json, the same on every rank apart from `evaluation_seconds`. modules: the trained stages of
+    this process, whose parameters carry the names of the whole model, "INDEX OF BLOCK.NAME IN BLOCK".
     """
 
     summary: dict[str, Any]
@@ -107,7 +107,7 @@ def train(
     count: targets -> number of tokens that the loss sums over. costs: of every block, to balance the stages by.
     check_versions: verify at every backward that nothing wrote to the weights it needs (slow; for debugging).
     seed: only noted in the summary. out: folder to write the run to. config: text for its config.toml.
-    interrupted: asked after every update on stage 0; once true, the run ends properly.
+    interrupted: asked on stage 0 while it trains; once true, the run ends with the update in progress.
 
     Raises ConfigurationError for arguments that cannot work, StageFailure when a stage fails, PeerFailure when
     another rank does.

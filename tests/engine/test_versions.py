@@ -171,7 +171,7 @@ def test_gradient_in_flight_over_updates_is_that_of_the_old_weights(name: str):
     stage.update(1.0, 0.5)
     got_three = stage.backward(3, gradients[3], 1.0)
     _assert_gradients(module, got_three, expected_three, version=1)
-    stage.skip_update()  # drops the gradients
+    stage.skip_update(1.0)  # drops the gradients
     got_zero = stage.backward(0, gradients[0], 1.0)
     _assert_gradients(module, got_zero, expected_zero, version=0)
     assert stage.versions.live == 1
@@ -345,7 +345,7 @@ def test_skipped_update_counts_and_drops_its_gradients():
     stage = middle(module, check_versions=True)
     stage.forward(0, torch.ones(BATCH, WIDTH), versioned=True)
     one(stage, 1, versioned=True)
-    stage.skip_update()
+    stage.skip_update(1.0)
     assert stage.versions.number == 1
     assert stage.versions.gradients() == []
     assert all(map(torch.equal, before.values(), module.state_dict().values()))
@@ -361,7 +361,7 @@ def test_a_step_after_a_skip_leaves_the_version_in_flight_alone():
     expected = fresh(module, torch.ones(BATCH, WIDTH), torch.ones(BATCH, WIDTH))
     stage.forward(0, torch.ones(BATCH, WIDTH), versioned=True)
     one(stage, 1, versioned=True)
-    stage.skip_update()
+    stage.skip_update(1.0)
     one(stage, 2, versioned=True)
     stage.update(1.0, 1.0)
     got = stage.backward(0, torch.ones(BATCH, WIDTH), 1.0)

@@ -143,3 +143,14 @@ def test_a_recovery_is_not_taken_for_a_measurement_of_async() -> None:
     )
     numbers = next(decision.numbers for _, decision in run.decisions if decision.numbers)
     assert numbers == pytest.approx({"rate_sync": 0.004, "rate_async": 0.006})
+
+
+def test_a_measurement_that_a_recovery_cut_short_counts_against_async() -> None:
+    budget = Budget(updates=1000)
+    gain = {"sync": 0.004, "async": 0.006}
+    run = simulate(
+        Slope(budget, warmup=0.1), budget, World(gain=lambda mode, used: gain[mode], skips=frozenset({190}), lag=1)
+    )
+    at, verdict = next((at, decision) for at, decision in run.decisions if decision.numbers)
+    assert (at, verdict.mode) == (191 + RECOVERY_UPDATES, "sync")
+    assert verdict.numbers["rate_async"] == float("-inf")

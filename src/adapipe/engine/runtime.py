@@ -216,7 +216,7 @@ class Runtime:
         squared = bulletin.squared_norm()
         if skip:
             bulletin.post_skipped(stage.index, update)
-            stage.skip_update()
+            stage.skip_update(self._work.rate_factor(update))
         else:
             stage.update(self._work.rate_factor(update), clip_coefficient(squared, self.clip))
         versions = version_bound(stage.index, stage.stages, self.microbatches)

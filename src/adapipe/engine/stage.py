@@ -174,13 +174,18 @@ class Stage:
         gradients = self.versions.gradients()
         if coefficient != 1.0 and gradients:
             torch._foreach_mul_(gradients, coefficient)
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * rate_factor
+        self._set_rates(rate_factor)
         self.versions.step(self.optimizer)
 
-    def skip_update(self) -> None:
+    def skip_update(self, rate_factor: float) -> None:
         """Count an update without making it: its gradients are dropped."""
+        self._set_rates(rate_factor)
         self.versions.advance()
+
+    def _set_rates(self, factor: float) -> None:
+        if self.optimizer is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate * factor
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: Any = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A policy sees nothing but the lines of `metrics.jsonl`, in order, and answers with the next phase. It is deterministic,
 so the decisions of a recorded run can be replayed from its file, and every rank can decide for itself: all see the same
-lines.
+lines (but for `evaluation_seconds`, which no policy may use).
 """
 
 from __future__ import annotations

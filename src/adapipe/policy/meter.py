@@ -45,10 +45,6 @@ class Meter:
         current = self.reading is not None and self.reading.update == self.update and self._mode in (mode, None)
         return self.reading if current else None
 
-    def unbroken_since(self, reading: Reading) -> bool:
-        """Have all updates since that reading been in one mode?"""
-        return self._window[0] <= reading.update
-
     @property
     def seconds_per_update(self) -> float | None:
         """In the mode that runs now; None before its first update."""

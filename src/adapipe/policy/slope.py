@@ -78,7 +78,7 @@ class Slope:
             yield Decision("sync", updates, evaluate=True, reason="synchronous until the warm-up ends")
         winner: Mode = "sync"
         best = yield from self._measure("sync")
-        dwell = self._dwell
+        dwell = self._dwell / 2.0  # doubled at once if the first trial does not change the winner
         # A trial costs a settling time and a window, and must still be able to pay for itself.
         while 1.0 - self._fraction() > (2 + self._settle) * self._window:
             challenger: Mode = "async" if winner == "sync" else "sync"
@@ -112,6 +112,6 @@ class Slope:
         before = self._meter.fresh_reading(mode)
         yield Decision(mode, self._updates(self._window), evaluate=True, reason=f"measuring {mode}")
         after = self._meter.fresh_reading(mode)
-        if before is None or after is None or not self._meter.unbroken_since(before):
+        if before is None or after is None:
             return float("-inf")
         return rate(before, after)

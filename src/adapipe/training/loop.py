@@ -173,7 +173,8 @@ class Loop:
     def _write(self, report: Report, mode: str) -> None:
         """One line per update."""
         fields = {name: report.field(name) for name in Row._fields}
-        rates = np.nanmax(fields["learning_rate"], axis=0)  # stages without parameters have none
+        # A stage without parameters has no learning rate, and reports NaN.
+        rates = np.fmax.reduce(fields["learning_rate"], axis=0)
         for k in range(report.updates):
             update = int(fields["update"][0, k])
             skipped = [s for s, flag in enumerate(fields["skipped"][:, k]) if flag]
@@ -188,9 +189,9 @@ class Loop:
                 "loss": float(fields["loss"][-1, k]),
                 "gradient_norm": _finite(norm),
                 "clip_norm": [_finite(value) for value in fields["clip_norm"][:, k]],
-                "learning_rate": float(rates[k]),
+                "learning_rate": _finite(rates[k]),
                 "staleness": fields["mean_staleness"][:, k].tolist(),
-                "idle_share": (waited / spent).tolist(),
+                "idle_share": np.divide(waited, spent, out=np.zeros_like(waited), where=spent > 0).tolist(),
                 "skipped_stages": skipped,
                 "flushed": mode == "sync" or k == report.updates - 1,
             }
