@@ -1,9 +1,10 @@
 """Throughput of two stages as real processes: synchronous, asynchronous, torch's Schedule1F1B, and the compute bound.
 
-    python benchmarks/throughput.py [--repeats 12] [--updates 15]
+    python benchmarks/throughput.py [--repeats 25] [--updates 8]
 
-All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat, so that a
-busy moment of the machine hits all of them. Figures are medians over the single updates of all repeats. Wall clock.
+All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat. An arm's
+time in a repeat is the median of its updates; ratios are taken within a repeat, whose arms run within seconds of each
+other, and their median over the repeats is the figure: what else the machine does hits both sides alike. Wall clock.
 
     sync    AdaPipe, a flush after every update (1F1B)
     async   AdaPipe, one flush at the end of the repeat
@@ -149,7 +150,7 @@ class BoundArm:
 
 
 def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
-    """One rank: seconds of every update of every arm, written to `folder`."""
+    """One rank: seconds per update of every arm in every repeat, written to `folder`."""
     torch.set_num_threads(1)
     world = World.join(torch.device("cpu"), init_method=f"file://{folder / 'rendezvous'}", rank=rank, size=STAGES)
     config = GPTConfig(layers=LAYERS, width=WIDTH, heads=4, sequence_length=SEQUENCE)
@@ -169,9 +170,9 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
             dist.barrier(group=world.control)
             laps = arms[name](updates if repeat >= 0 else 3)
             if repeat >= 0:
-                seconds[name] += laps
+                seconds[name].append(statistics.median(laps))
         if rank == 0 and repeat >= 0:
-            figures = ", ".join(f"{name} {1e3 * statistics.median(seconds[name][-updates:]):.1f} ms" for name in ARMS)
+            figures = ", ".join(f"{name} {1e3 * seconds[name][-1]:.1f} ms" for name in ARMS)
             print(f"repeat {repeat + 1}: {figures}", flush=True)
     (folder / f"rank{rank}.json").write_text(json.dumps(seconds))
     world.close()
@@ -191,28 +192,36 @@ def run_ranks(target: Callable[..., None], *arguments: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--updates", type=int, default=15, help="updates per arm and repeat")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--updates", type=int, default=8, help="updates per arm and repeat")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(measure, folder, options.repeats, options.updates)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
-    # Both ranks of a pipeline take the same time; the bound is that of the slower stage.
-    median = {arm: max(statistics.median(rank[arm]) for rank in ranks) for arm in ARMS}
+    times = {arm: [max(pair) for pair in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in ARMS}
     tokens = K * MICROBATCH * SEQUENCE
     print(
         f"\nP = {STAGES}, {LAYERS} layers of width {WIDTH}, K = {K}, microbatch {MICROBATCH} x {SEQUENCE}; wall clock"
     )
     for arm in ARMS:
-        print(f"  {arm:<6} {1e3 * median[arm]:7.1f} ms per update {tokens / median[arm]:9,.0f} tokens/s")
+        median = statistics.median(times[arm])
+        print(f"  {arm:<6} {1e3 * median:7.1f} ms per update {tokens / median:9,.0f} tokens/s")
     print("the law's ceiling for async over sync is 1.25")
-    figures = {
-        "sync_vs_torch_1f1b": median["torch"] / median["sync"],
-        "async_vs_sync": median["sync"] / median["async"],
-        "async_vs_bound": median["bound"] / median["async"],
+    ratios = {
+        "sync_vs_torch_1f1b": ("torch", "sync"),
+        "async_vs_sync": ("sync", "async"),
+        "async_vs_bound": ("bound", "async"),
     }
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+    figures = {}
+    for name, (slower, faster) in ratios.items():
+        pairs = sorted(a / b for a, b in zip(times[slower], times[faster], strict=True))
+        figures[name] = round(statistics.median(pairs), 3)
+        quarter = len(pairs) // 4
+        print(
+            f"  {name}: {figures[name]} (half of the repeats within {pairs[quarter]:.3f} .. {pairs[-1 - quarter]:.3f})"
+        )
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import tyro
 
 from adapipe.errors import ConfigurationError
 
-DEFAULT_UPDATES = 1200
+DEFAULT_UPDATES = 1500
 
 
 def _choices(*names: str) -> Any:
@@ -57,7 +57,7 @@ class TrainConfig:
     max_positions: int | None = None
     """Positions that the model has room for. Default: the sequence length."""
     updates: int | None = None
-    """Budget in updates; 1200 if no budget is given."""
+    """Budget in updates; 1500 if no budget is given."""
     seconds: float | None = None
     """Budget in seconds of training clock (evaluation does not count), instead of updates."""
     learning_rate: float = 2e-3
@@ -78,7 +78,7 @@ class TrainConfig:
     """Text file, or folder of files, read as bytes. Default: the source of Python's standard library."""
     evaluate_every: int = 50
     """Updates between evaluations on the held-out tenth of the data."""
-    evaluation_microbatches: int = 8
+    evaluation_microbatches: int = 16
     """Held-out microbatches per evaluation, the same ones every time."""
     target_perplexity: float | None = None
     """Stop when the held-out perplexity is this low."""

@@ -7,8 +7,6 @@ order of actions only: a run repeats exactly, in one process or in several.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from adapipe.engine.transport.base import Vector
@@ -16,34 +14,37 @@ from adapipe.engine.transport.base import Vector
 _NEVER = -1.0
 
 
+def _parts(vector: Vector) -> tuple[Vector, Vector, Vector, Vector]:
+    """Views of a vector: (stages, 2) update and squared norm of each stage's gradient; (stages,) the last update that
+    each stage skipped; (2,) update and mean loss per token; (1,) set by stage 0: the segment, and the run with it, ends
+    before this update. Updates are -1 where there is none."""
+    stages = (len(vector) - 3) // 3
+    norms = vector[: 2 * stages].reshape(stages, 2)
+    return norms, vector[2 * stages : 3 * stages], vector[3 * stages : 3 * stages + 2], vector[3 * stages + 2 :]
+
+
 class Bulletin:
     """The latest known numbers of all stages."""
 
     def __init__(self, stages: int) -> None:
-        self._norms = np.full((stages, 2), _NEVER)  # per stage: update, squared norm of its gradient
-        self._skipped = np.full(stages, _NEVER)  # per stage: the last update that it skipped
-        self._loss = np.array([_NEVER, math.nan])  # update, mean loss per token
-        self._end = np.array([_NEVER])  # set by stage 0: the segment ends before this update, and the run with it
+        self.vector: Vector = np.full(self.length(stages), _NEVER)
+        """All numbers, as they travel."""
+        self._norms, self._skipped, self._loss, self._end = _parts(self.vector)
 
     @staticmethod
     def length(stages: int) -> int:
         """Numbers in the vector that travels."""
         return 3 * stages + 3
 
-    def vector(self) -> Vector:
-        return np.concatenate((self._norms.ravel(), self._skipped, self._loss, self._end))
-
     def merge(self, vector: Vector) -> None:
         """Take over what is newer in another stage's vector. The end of the segment is always taken over."""
-        stages = len(self._skipped)
-        norms = vector[: 2 * stages].reshape(stages, 2)
+        norms, skipped, loss, end = _parts(vector)
         newer = norms[:, 0] > self._norms[:, 0]
         self._norms[newer] = norms[newer]
-        np.maximum(self._skipped, vector[2 * stages : 3 * stages], out=self._skipped)
-        loss = vector[3 * stages : 3 * stages + 2]
+        np.maximum(self._skipped, skipped, out=self._skipped)
         if loss[0] > self._loss[0]:
             self._loss[:] = loss
-        np.maximum(self._end, vector[3 * stages + 2 :], out=self._end)
+        np.maximum(self._end, end, out=self._end)
 
     def post_norm(self, stage: int, update: int, squared_norm: float) -> None:
         self._norms[stage] = (update, squared_norm)

@@ -105,6 +105,8 @@ class Runtime:
         bound = staleness_bound(stage.index, stage.stages, self.microbatches)
         self._bound = 0 if self._exact else bound
         self._versioned = self._bound > 0
+        if self._exact:
+            self.transport.prepare_exchange()
         if not stage.first:
             self.transport.post(Direction.DOWN, first_update * self.microbatches)
         for action in self._order:
@@ -202,7 +204,7 @@ class Runtime:
         own = stage.squared_norm()
         if self._exact:
             gathering = self.clock.now()
-            gathered = yield from self.transport.all_gather(np.array([own, loss]))
+            gathered = yield from self.transport.exchange(np.array([own, loss]))
             waited += self.clock.now() - gathering
             skip = not bool(np.isfinite(gathered[:, 0]).all())
             bulletin.post_loss(update, float(gathered[-1, 1]))
@@ -334,7 +336,7 @@ class Runtime:
     def _send(self, direction: Direction, microbatch: int, payload: torch.Tensor) -> Steps[float]:
         """Send, with the bulletin as note. Returns the seconds that it had to wait."""
         start = self.clock.now()
-        yield from self.transport.send(direction, microbatch, payload, self.bulletin.vector())
+        yield from self.transport.send(direction, microbatch, payload, self.bulletin.vector)
         return self.clock.now() - start
 
     def _gather(self, row: Vector) -> Steps[Vector]:

@@ -1,6 +1,6 @@
 """The ranks of a pipeline: who they are, how they are connected, and how they learn of each other's failures.
 
-One rank is one stage. Three process groups keep traffic apart: activations, gradients, and control (gathers).
+One rank is one stage. Process groups keep traffic apart: activations, gradients, exchanges both ways, and gathers.
 The first failure of a run is written to the ranks' shared store, so that every other rank knows whom to blame.
 """
 
@@ -57,6 +57,7 @@ class World:
         self._store: Any = _get_default_store()
         self._owns_process_group = owns_process_group
         self.groups = {direction: dist.new_group() for direction in Direction}
+        self.exchanges = {direction: dist.new_group() for direction in Direction}
         self.control = dist.new_group()
         self._greet()
 
@@ -94,7 +95,8 @@ class World:
     def _greet(self) -> None:
         """Send one number over every edge in a fixed order: connections are made lazily, and must be made before the
         schedule starts, or ranks that make them in different orders wait for each other."""
-        for direction, group in self.groups.items():
+        edges = [*self.groups.items(), *self.exchanges.items()]
+        for direction, group in edges:
             for sender in range(self.size):
                 receiver = sender + direction.step
                 if not 0 <= receiver < self.size or self.rank not in (sender, receiver):
@@ -175,6 +177,6 @@ class World:
 
     def abandon(self) -> None:
         """Part in failure: close the connections, so that ranks that wait for this one do not wait for its end."""
-        for group in (*self.groups.values(), self.control):
+        for group in (*self.groups.values(), *self.exchanges.values(), self.control):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)

@@ -31,6 +31,9 @@ Steps = Generator[None, None, T]
 
 Vector = NDArray[np.float64]
 
+EXCHANGE_LENGTH = 2
+"""Numbers that every stage gives to an exchange."""
+
 SEND_SLOTS = 2
 """Messages on their way per directed edge. A third send waits until the first has arrived."""
 
@@ -181,6 +184,13 @@ class Transport(Protocol):
 
     def release(self, direction: Direction, microbatch: int) -> None:
         """The payload of this microbatch is no longer needed."""
+
+    def prepare_exchange(self) -> None:
+        """An `exchange` comes next: make ready to receive for it while computing."""
+
+    def exchange(self, row: Vector) -> Steps[Vector]:
+        """As `all_gather`, for EXCHANGE_LENGTH numbers at a synchronous update, where stage 0 comes last: it must not
+        have to wait for the others, which have come long before."""
 
     def all_gather(self, row: Vector) -> Steps[Vector]:
         """Every stage gives a vector of the same length n; all get the (stages, n) matrix, in stage order."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from adapipe.engine.transport.base import (
+    EXCHANGE_LENGTH,
     SEND_SLOTS,
     Direction,
     Message,
@@ -43,12 +44,14 @@ class _Wire:
         # The payload starts at a multiple of 64 bytes: aligned for any dtype.
         header = -(-8 * (_STAMP + note_length) // 64) * 64
         self.buffers = [torch.empty(header + spec.nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._staging = np.empty(_STAMP + note_length)
         self._headers = [buffer[: 8 * (_STAMP + note_length)].view(torch.float64) for buffer in self.buffers]
         self.payloads = [buffer[header:].view(spec.dtype).view(spec.shape) for buffer in self.buffers]
 
     def write_header(self, slot: int, phase: int, microbatch: int, note: Vector) -> None:
-        header = torch.from_numpy(np.concatenate(([phase, microbatch], note)))
-        self._headers[slot].copy_(header)
+        header = self._staging
+        header[0], header[1], header[2:] = phase, microbatch, note
+        self._headers[slot].copy_(torch.from_numpy(header))
 
     def read_header(self, slot: int) -> Vector:
         return np.array(self._headers[slot].cpu().numpy())
@@ -173,6 +176,58 @@ class _Receiver:
         self._ring.free(microbatch)
 
 
+class _Exchange:
+    """An all-gather along the pipeline, for updates at which stage 0 comes last.
+
+    A stage passes the rows of all stages below it, and its own, upwards as soon as it has them; stage 0 passes the full
+    matrix down again. So stage 0 finds everything there when it comes, goes on at once, and what comes down overlaps
+    with its optimizer step and next forward.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stage, self._stages = world.rank, world.size
+        self._incoming: dict[Direction, tuple[Any, torch.Tensor]] = {}
+        self._outgoing: list[tuple[Any, torch.Tensor]] = []  # kept until sent
+
+    def _matrix(self) -> torch.Tensor:
+        return torch.zeros(self._stages, EXCHANGE_LENGTH, dtype=torch.float64, device=self._world.device)
+
+    def prepare(self) -> None:
+        for direction in Direction:
+            sender = self._stage - direction.step
+            if 0 <= sender < self._stages:
+                matrix = self._matrix()
+                with self._world.losing(sender):
+                    work = dist.irecv(matrix, sender, group=self._world.exchanges[direction])
+                self._incoming[direction] = work, matrix
+
+    def run(self, row: Vector) -> Vector:
+        for work, _ in self._outgoing:
+            with self._world.losing(None):
+                work.wait()
+        self._outgoing.clear()
+        known = self._receive(Direction.UP) if self._stage < self._stages - 1 else self._matrix()
+        known[self._stage] = torch.from_numpy(row)
+        if self._stage > 0:
+            self._send(Direction.UP, known)
+            known = self._receive(Direction.DOWN)
+        if self._stage < self._stages - 1:
+            self._send(Direction.DOWN, known)
+        return np.array(known.cpu().numpy())
+
+    def _receive(self, direction: Direction) -> torch.Tensor:
+        work, matrix = self._incoming.pop(direction)
+        with self._world.losing(self._stage - direction.step):
+            work.wait()
+        return matrix
+
+    def _send(self, direction: Direction, matrix: torch.Tensor) -> None:
+        receiver = self._stage + direction.step
+        with self._world.losing(receiver):
+            self._outgoing.append((dist.isend(matrix, receiver, group=self._world.exchanges[direction]), matrix))
+
+
 class DistributedTransport:
     """The edges of the stage that this rank is."""
 
@@ -182,6 +237,7 @@ class DistributedTransport:
         self.stages = world.size
         self.note_length = note_length
         self._phase = 0
+        self._exchange = _Exchange(world)
         self._senders: dict[Direction, _Sender] = {}
         self._receivers: dict[Direction, _Receiver] = {}
         for direction in Direction:
@@ -213,6 +269,13 @@ class DistributedTransport:
 
     def release(self, direction: Direction, microbatch: int) -> None:
         self._receivers[direction].release(microbatch)
+
+    def prepare_exchange(self) -> None:
+        self._exchange.prepare()
+
+    def exchange(self, row: Vector) -> Steps[Vector]:
+        return self._exchange.run(row)
+        yield
 
     def all_gather(self, row: Vector) -> Steps[Vector]:
         mine = torch.from_numpy(row).to(self.world.device)
