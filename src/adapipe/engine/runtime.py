@@ -58,7 +58,7 @@ class Runtime:
         self._waited = 0.0  # since the last update ended
         self._ended = 0.0  # when it ended
         self._versioned = False
-        self._exact = True  # norms of all stages are gathered at the update, not taken from the bulletin
+        self._exact = True  # the norms of all stages are exchanged at the update, not taken from the bulletin
         self._segment_start = 0
         self._stopping = False
         self._bound = 0  # of the staleness in this segment
