@@ -31,8 +31,8 @@ class Slope:
     """See the module.
 
     warmup: share of the budget that is synchronous whatever is measured. window: length of a measurement, as a share of
-    the budget. settle: updates left out after a switch, as a share of the window. dwell: first stay with the winner, in
-    windows.
+    the budget. settle: updates left out after a switch, as a share of the window. dwell: stay with a new winner, in
+    windows; doubled whenever a trial confirms the winner.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Slope:
             yield Decision("sync", updates, evaluate=True, reason="synchronous until the warm-up ends")
         winner: Mode = "sync"
         best = yield from self._measure("sync")
-        dwell = self._dwell / 2.0  # doubled at once if the first trial does not change the winner
+        dwell = self._dwell
         # A trial costs a settling time and a window, and must still be able to pay for itself.
         while 1.0 - self._fraction() > (2 + self._settle) * self._window:
             challenger: Mode = "async" if winner == "sync" else "sync"
