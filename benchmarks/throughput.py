@@ -1,10 +1,11 @@
 """Throughput of two stages as real processes: synchronous, asynchronous, torch's Schedule1F1B, and the compute bound.
 
-    python benchmarks/throughput.py [--repeats 25] [--updates 8]
+    python benchmarks/throughput.py [--repeats 24] [--updates 10]
 
 All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat. An arm's
-time in a repeat is the median of its updates; ratios are taken within a repeat, whose arms run within seconds of each
-other, and their median over the repeats is the figure: what else the machine does hits both sides alike. Wall clock.
+time in a repeat is the mean of its updates without the first and the last, which fill and drain the pipeline. Ratios
+are taken within a repeat, whose arms run within seconds of each other, and their median over the repeats is the figure:
+what else the machine does hits both sides alike. Wall clock.
 
     sync    AdaPipe, a flush after every update (1F1B)
     async   AdaPipe, one flush at the end of the repeat
@@ -168,9 +169,9 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
     for repeat in range(-1, repeats):  # the first one warms up
         for name in ARMS if repeat % 2 else reversed(ARMS):
             dist.barrier(group=world.control)
-            laps = arms[name](updates if repeat >= 0 else 3)
+            laps = arms[name](updates)
             if repeat >= 0:
-                seconds[name].append(statistics.median(laps))
+                seconds[name].append(statistics.mean(laps[1:-1]))
         if rank == 0 and repeat >= 0:
             figures = ", ".join(f"{name} {1e3 * seconds[name][-1]:.1f} ms" for name in ARMS)
             print(f"repeat {repeat + 1}: {figures}", flush=True)
@@ -192,9 +193,11 @@ def run_ranks(target: Callable[..., None], *arguments: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--updates", type=int, default=8, help="updates per arm and repeat")
+    parser.add_argument("--repeats", type=int, default=24)
+    parser.add_argument("--updates", type=int, default=10, help="updates per arm and repeat")
     options = parser.parse_args()
+    if options.repeats < 1 or options.updates < 3:
+        parser.error("give at least 1 repeat of 3 updates")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(measure, folder, options.repeats, options.updates)
