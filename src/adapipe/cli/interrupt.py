@@ -8,8 +8,7 @@ import threading
 import time
 from types import FrameType
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended."""
+from adapipe.cli.exit_codes import INTERRUPTED
 
 LAUNCHER_VARIABLE = "ADAPIPE_LAUNCHER"
 """Process number of the command that started this rank."""

@@ -13,10 +13,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from adapipe.cli.interrupt import INTERRUPTED, LAUNCHER_VARIABLE
-
-BAD_INPUT = 2
-FAILED = 1
+from adapipe.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from adapipe.cli.interrupt import LAUNCHER_VARIABLE
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:

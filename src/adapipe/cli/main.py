@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from adapipe.cli.exit_codes import BAD_INPUT
 from adapipe.cli.interrupt import end_quietly_on_interrupt
 
 USAGE = """\
@@ -16,8 +17,6 @@ commands:
   train    train a language model through a pipeline of stages
 
 adapipe COMMAND --help lists the options of a command; adapipe --version prints the version."""
-
-_BAD_INPUT = 2
 
 
 def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if arguments else _BAD_INPUT
+        return 0 if arguments else BAD_INPUT
     if arguments[0] == "--version":
         from adapipe import __version__
 
@@ -42,5 +41,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] not in commands:
         known = ", ".join(commands)
         print(f"adapipe: {arguments[0]!r} is not a command; there is: {known}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     return commands[arguments[0]](arguments[1:])

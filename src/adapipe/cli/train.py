@@ -16,15 +16,13 @@ from torch import nn
 
 from adapipe.cli.checked import Checked, local_device
 from adapipe.cli.config import TrainConfig, parse_config, to_toml, write_toml
-from adapipe.cli.interrupt import INTERRUPTED, LAUNCHER_VARIABLE, Interrupt, end_with_launcher
+from adapipe.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from adapipe.cli.interrupt import LAUNCHER_VARIABLE, Interrupt, end_with_launcher
 from adapipe.engine.world import launched_world_size
 from adapipe.errors import ConfigurationError, PeerFailure, StageFailure
 from adapipe.models.gpt import fill_gpt_weight, language_model_loss
 from adapipe.models.initial import initialise_by_name
 from adapipe.run import train
-
-_BAD_INPUT = 2
-_FAILED = 1
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -34,7 +32,7 @@ def train_command(arguments: Sequence[str]) -> int:
     except ConfigurationError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"adapipe train: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     if launched_world_size() is None and checked.config.stages > 1:
         return _launch(checked.config)
     return _train_here(checked)
@@ -92,7 +90,7 @@ def _train_here(checked: Checked) -> int:
         )
     except ConfigurationError as error:
         print(f"adapipe train: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     except PeerFailure as error:
         _fail(None if error.reported else f"adapipe train failed: {error}", None)
     except StageFailure as error:
@@ -113,4 +111,4 @@ def _fail(message: str | None, error: BaseException | None) -> NoReturn:
         lines = [] if error is None else traceback.format_exception(error)
         sys.stderr.write("".join([*lines, message, "\n"]))
     sys.stderr.flush()
-    os._exit(_FAILED)
+    os._exit(FAILED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -322,8 +322,7 @@ class Runtime:
         update = microbatch // self.microbatches
         if update not in self._tokens:
             first = update * self.microbatches
-            numbers: Iterable[int] = range(first, first + self.microbatches)
-            self._targets = {number: self._load(number)[1] for number in numbers}
+            self._targets = {i: self._load(i)[1] for i in range(first, first + self.microbatches)}
             tokens = sum(self.count(targets) for targets in self._targets.values())
             if tokens < 1:
                 raise AdaPipeError(f"the {self.microbatches} microbatches of update {update} hold no token to learn")

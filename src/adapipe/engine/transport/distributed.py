@@ -57,22 +57,36 @@ class _Wire:
         return np.array(self._headers[slot].cpu().numpy())
 
 
-class _Sender:
-    """The sending end of one directed edge."""
+class _End:
+    """One end of a directed edge: its buffers, and the shape that they are for."""
 
-    def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
+    def __init__(self, transport: DistributedTransport, direction: Direction, peer: int, slots: int) -> None:
         self._world = transport.world
         self._direction = direction
         self._stage = transport.stage
         self._note_length = transport.note_length
-        self._peer = transport.stage + direction.step
+        self._peer = peer
         self._group = self._world.groups[direction]
-        self._works: list[Any] = [None] * SEND_SLOTS
-        self._announcement: tuple[Any, torch.Tensor] | None = None
-        self._sent = 0
+        self._works: list[Any] = [None] * slots
         self._wire: _Wire | None = None
         self._wire_spec: TensorSpec | None = None
         self.spec: TensorSpec | None = None
+
+    def know(self, spec: TensorSpec) -> None:
+        """The shape for this phase. The buffers of an earlier phase serve again if it had the same."""
+        self.spec = spec
+        if spec != self._wire_spec:
+            self._wire = _Wire(spec, self._note_length, len(self._works), self._world.device)
+            self._wire_spec = spec
+
+
+class _Sender(_End):
+    """The sending end of one directed edge."""
+
+    def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
+        super().__init__(transport, direction, transport.stage + direction.step, SEND_SLOTS)
+        self._announcement: tuple[Any, torch.Tensor] | None = None
+        self._sent = 0
 
     def begin_phase(self) -> None:
         """Retire what is on its way; the next message announces its shape."""
@@ -106,10 +120,7 @@ class _Sender:
             self._works[slot] = dist.isend(self._wire.buffers[slot], self._peer, group=self._group)
 
     def _agree(self, spec: TensorSpec) -> None:
-        self.spec = spec
-        if spec != self._wire_spec:
-            self._wire = _Wire(spec, self._note_length, SEND_SLOTS, self._world.device)
-            self._wire_spec = spec
+        self.know(spec)
         # A gradient looks like the activation that it answers, so only activations are announced.
         if self._direction is Direction.DOWN:
             code = spec.encode().to(self._world.device)
@@ -117,34 +128,18 @@ class _Sender:
                 self._announcement = (dist.isend(code, self._peer, group=self._group), code)
 
 
-class _Receiver:
+class _Receiver(_End):
     """The receiving end of one directed edge."""
 
     def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
-        self._world = transport.world
-        self._direction = direction
-        self._stage = transport.stage
-        self._note_length = transport.note_length
-        self._peer = transport.stage - direction.step
-        self._group = self._world.groups[direction]
         slots = receive_slots(direction, transport.stage, transport.stages)
+        super().__init__(transport, direction, transport.stage - direction.step, slots)
         self._ring = Ring(slots, f"{direction.value}s of stage {transport.stage}")
-        self._works: list[Any] = [None] * slots
-        self._wire: _Wire | None = None
-        self._wire_spec: TensorSpec | None = None
-        self.spec: TensorSpec | None = None
 
     def begin_phase(self) -> None:
         if self._ring.used:
             raise EngineError(f"stage {self._stage} begins a phase while its {self._direction.value}s are in use")
         self.spec = None
-
-    def know(self, spec: TensorSpec) -> None:
-        """The shape for this phase."""
-        self.spec = spec
-        if spec != self._wire_spec:
-            self._wire = _Wire(spec, self._note_length, self._ring.slots, self._world.device)
-            self._wire_spec = spec
 
     def post(self, microbatch: int) -> None:
         if self.spec is None:
