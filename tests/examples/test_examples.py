@@ -19,8 +19,9 @@ OWN_MODEL = ROOT / "examples" / "own_model.py"
 def test_own_model_learns(tmp_path: Path, command: tuple[str, ...], stages: int) -> None:
     finished = run([*command, str(OWN_MODEL)], tmp_path)
     assert finished.code == 0, finished
-    losses = [float(loss) for loss in re.findall(r"^held-out loss (\S+)$", finished.out, re.MULTILINE)]
-    assert len(losses) == stages  # every rank knows it
+    # Every rank knows it and prints it; two that print at once may share a line.
+    losses = [float(loss) for loss in re.findall(r"held-out loss (\d+\.\d{3})", finished.out)]
+    assert len(losses) == stages
     assert len(set(losses)) == 1
     assert losses[0] < 0.3
     assert f"{stages} stage" in finished.out
