@@ -45,9 +45,11 @@ from adapipe.engine.stage import Stage
 from adapipe.engine.transport.distributed import DistributedTransport
 from adapipe.engine.work import Work
 from adapipe.engine.world import World
-from adapipe.models.gpt import GPTConfig, fill_gpt_weight, gpt_blocks, language_model_loss
+from adapipe.models.gpt import fill_gpt_weight, gpt_blocks, language_model_loss
 from adapipe.models.initial import initialise_by_name
-from adapipe.models.partition import block_costs, partition, stage_module
+from adapipe.models.partition import partition
+from adapipe.models.shape import GPTConfig
+from adapipe.models.stages import block_costs, stage_module
 from adapipe.run import count_tokens
 
 STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH, K = 2, 4, 256, 128, 2, 4

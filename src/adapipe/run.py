@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adapipe.engine.bulletin import Bulletin
-from adapipe.engine.clock import WallClock
+from adapipe.engine.clock import Clock, WallClock
+from adapipe.engine.memory import MemoryUse, MeteredStage
 from adapipe.engine.pipeline import Pipeline, in_process_pipeline
 from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Loss, OptimizerFactory, Stage
@@ -21,12 +22,16 @@ from adapipe.engine.transport.distributed import DistributedTransport
 from adapipe.engine.work import Batches
 from adapipe.engine.world import World, launched_world_size
 from adapipe.errors import ConfigurationError, PeerFailure
-from adapipe.models.partition import block_costs, partition, stage_module
+from adapipe.models.partition import partition
+from adapipe.models.stages import block_costs, stage_module
 from adapipe.policy import Decision, Director
 from adapipe.policy.base import is_evaluation
 from adapipe.reports.folder import RunFolder
 from adapipe.reports.progress import Progress, make_progress
+from adapipe.schedule import laws
 from adapipe.schedule.checker import check_segment
+from adapipe.schedule.cost import CostModel
+from adapipe.schedule.timeline import Timeline
 from adapipe.training.loop import HeldOut, Loop, Settings
 from adapipe.training.options import Options
 from adapipe.training.summary import Tally
@@ -40,11 +45,15 @@ class Result:
     """What a run ended with.
 
     summary: as in summary.json, the same on every rank apart from `evaluation_seconds`. modules: the trained stages of
-    this process, whose parameters carry the names of the whole model, "INDEX OF BLOCK.NAME IN BLOCK".
+    this process, whose parameters carry the names of the whole model, "INDEX OF BLOCK.NAME IN BLOCK". timeline: of the
+    updates that were asked for; None if none were, or if the run ended before them. memory: of every stage, if it was
+    measured.
     """
 
     summary: dict[str, Any]
     modules: list[nn.Module]
+    timeline: Timeline | None
+    memory: list[MemoryUse] | None
 
 
 def count_tokens(targets: Any) -> int:
@@ -81,6 +90,10 @@ def train(
     materialise: Callable[[nn.Module], None] | None = None,
     precision: str = "fp32",
     device: torch.device | str = "cpu",
+    in_flight: int = 1,
+    emulate: CostModel | None = None,
+    timeline: range | None = None,
+    measure_memory: bool = False,
     check_versions: bool = False,
     seed: int | None = None,
     out: str | Path | None = None,
@@ -105,6 +118,12 @@ def train(
     held_out: list of microbatches to evaluate on; needed by "adaptive". evaluate_every: updates between evaluations.
     target_perplexity: stop when exp(held-out loss per token) is this low.
     count: targets -> number of tokens that the loss sums over. costs: of every block, to balance the stages by.
+    in_flight: microbatches in flight per hop between a stage and the last one. 1 is 1F1B; more hides the latency of
+        slow links, at the price of memory and, in async, of staleness.
+    emulate: run all stages in this process on virtual devices that take the times of this cost model: the numbers are
+        those of a real run, the clock of budgets, policy, metrics and pictures is virtual.
+    timeline: updates (from 0) to draw as timeline.png into `out`: every action of every stage.
+    measure_memory: count the bytes of the live tensors of every stage after every action (slow).
     check_versions: verify at every backward that nothing wrote to the weights it needs (slow; for debugging).
     seed: only noted in the summary. out: folder to write the run to. config: text for its config.toml.
     interrupted: asked on stage 0 while it trains; once true, the run ends with the update in progress.
@@ -124,6 +143,7 @@ def train(
         evaluate_every=evaluate_every,
         target_perplexity=target_perplexity,
         precision=precision,
+        in_flight=in_flight,
     )
     if held_out is not None and len(held_out) == 0:
         raise ConfigurationError("held_out is empty: give at least one microbatch, or None")
@@ -134,23 +154,29 @@ def train(
     if costs is not None and len(costs) != len(blocks):
         raise ConfigurationError(f"costs are {len(costs)} for {len(blocks)} blocks: give one for each")
     size = number_of_stages(stages)
+    if emulate is not None:
+        if launched_world_size() not in (None, 1):
+            raise ConfigurationError("an emulated run has all its stages in one process: start it without torchrun")
+        emulate.require(size)
+    if timeline is not None and not (0 <= timeline.start < timeline.stop and timeline.step == 1):
+        raise ConfigurationError(f"timeline {timeline} names no updates: give a range such as range(100, 104)")
     parts = partition(block_costs(blocks) if costs is None else costs, size)
     _refuse_shared_parameters(blocks, parts)
     if any(isinstance(module, DistributedDataParallel) for block in blocks for module in block.modules()):
         raise ConfigurationError("blocks wrapped in DistributedDataParallel are not supported: pass the bare modules")
-    for segment in (1, 2 + -(-size // microbatches)):
-        check_segment(size, microbatches, segment)
+    for segment in (1, 2 + laws.staleness_bound(laws.warm_up(0, size, in_flight), microbatches)):
+        check_segment(size, microbatches, segment, in_flight=in_flight)
 
     device = torch.device(device)
     world = World.join(device) if launched_world_size() not in (None, 1) else None
     rank = world.rank if world else 0
     try:
 
-        def build(index: int, transport: Transport) -> Runtime:
+        def build(index: int, transport: Transport, clock: Clock) -> Runtime:
             module = stage_module(blocks, parts[index])
             if materialise is not None:
                 materialise(module)
-            stage = Stage(
+            stage = (MeteredStage if measure_memory else Stage)(
                 module.to(device),
                 index,
                 size,
@@ -161,15 +187,26 @@ def train(
                 check_versions=check_versions,
             )
             return Runtime(
-                stage, transport, WallClock(), batches, microbatches=microbatches, clip=clip, count=count, rank=rank
+                stage,
+                transport,
+                clock,
+                batches,
+                microbatches=microbatches,
+                clip=clip,
+                count=count,
+                rank=rank,
+                in_flight=in_flight,
+                keep=timeline or range(0),
             )
 
         if world is None:
-            pipeline = in_process_pipeline(size, build)
+            pipeline = in_process_pipeline(size, build, in_flight=in_flight, emulate=emulate)
         else:
-            transport = DistributedTransport(world, Bulletin.length(size))
-            pipeline = Pipeline([build(world.rank, transport)])
-        folder = RunFolder(Path(out), overwrite=overwrite, config=config) if out is not None and rank == 0 else None
+            transport = DistributedTransport(world, Bulletin.length(size), in_flight)
+            pipeline = Pipeline([build(world.rank, transport, WallClock())])
+        folder = None
+        if out is not None and rank == 0:
+            folder = RunFolder(Path(out), overwrite=overwrite, config=config, cost=emulate)
         observer = _Observer(folder, make_progress(progress and rank == 0))
         settings = Settings(
             budget=options.budget,
@@ -183,16 +220,26 @@ def train(
         observer.start(
             f"{options.name}: {_count(size, 'stage')} (blocks {_spans(parts)}), "
             f"{_count(microbatches, 'microbatch', 'es')} per update"
+            + (f"; emulated: times are virtual ({emulate.source})" if emulate else "")
         )
         try:
             tally = Loop(pipeline, Director(options.policy()), settings, observer).run()
         finally:
             observer.stop()
+        memory = pipeline.memory() if measure_memory else None
         summary = tally.summary(
-            mode=options.name, stages=size, microbatches=microbatches, seed=seed, clock=pipeline.clock.name
+            mode=options.name,
+            stages=size,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            seed=seed,
+            clock=pipeline.clock.name,
         )
+        if memory is not None:
+            summary["peak_memory"] = [asdict(use.peak) for use in memory]
+        drawn = pipeline.timeline() if timeline is not None and tally.updates > timeline.start else None
         if folder is not None:
-            folder.finish(summary)
+            folder.finish(summary, drawn)
     except PeerFailure:
         assert world is not None
         world.abandon()
@@ -204,7 +251,7 @@ def train(
         raise
     if world is not None:
         world.close()
-    return Result(summary, [runtime.stage.module for runtime in pipeline.runtimes])
+    return Result(summary, [runtime.stage.module for runtime in pipeline.runtimes], drawn, memory)
 
 
 def number_of_stages(stages: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import adapipe.cli.launch
-import adapipe.cli.train
+import adapipe.cli.rank
 from adapipe.cli.main import main
 from tests.cli.processes import TINY, fork_ranks, metrics
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise AssertionError("training was started")
 
     monkeypatch.setattr(adapipe.cli.launch, "launch_ranks", refuse)
-    monkeypatch.setattr(adapipe.cli.train, "train", refuse)
+    monkeypatch.setattr(adapipe.cli.rank, "train", refuse)
     return tmp_path
 
 
@@ -282,7 +282,7 @@ class TestCommandLine:
         assert main(["trian"]) == BAD_INPUT
         out, err = capsys.readouterr()
         assert out == ""
-        assert err == "adapipe: 'trian' is not a command; there is: train\n"
+        assert err == "adapipe: 'trian' is not a command; there is: train, plan, profile\n"
 
     def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([]) == BAD_INPUT

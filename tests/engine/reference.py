@@ -53,23 +53,37 @@ def unsplit(
     return result
 
 
-def version_read(stage: int, stages: int, microbatches: int, first_update: int, microbatch: int) -> int:
+def run_ahead(stage: int, stages: int, in_flight: int) -> int:
+    """W: the forwards that a stage is ahead of its backwards, with `in_flight` microbatches in flight per hop."""
+    return in_flight * (stages - 1 - stage)
+
+
+def version_read(
+    stage: int, stages: int, microbatches: int, first_update: int, microbatch: int, in_flight: int = 1
+) -> int:
     """Updates in the weights that F(microbatch) of `stage` reads, in a segment that starts at `first_update`.
 
-    A stage is P-1-s forwards ahead of its backwards, so when the j-th forward of the segment runs, j - (P-1-s)
-    backwards are done, and every K of them made one update.
+    A stage is W forwards ahead of its backwards, so when the j-th forward of the segment runs, j - W backwards are
+    done, and every K of them made one update.
     """
-    ahead = stages - 1 - stage
+    ahead = run_ahead(stage, stages, in_flight)
     return first_update + max(0, microbatch - first_update * microbatches - ahead) // microbatches
 
 
 def newest_norm(
-    stage: int, of: int, stages: int, microbatches: int, first_update: int, updates: int, update: int
+    stage: int,
+    of: int,
+    stages: int,
+    microbatches: int,
+    first_update: int,
+    updates: int,
+    update: int,
+    in_flight: int = 1,
 ) -> int:
     """The newest update of stage `of` whose norm `stage` knows when it makes `update`; -1 for none.
 
     From below, it came with the gradient of the update's last microbatch, which `of` sent just before making that
-    same update. From above, it came with the newest activation: F(j) left stage `of` after max(0, j - (P-1-of)) of its
+    same update. From above, it came with the newest activation: F(j) left stage `of` after max(0, j - W) of its
     backwards. Stages in between hand on what they know with the same microbatch.
     """
     if of == stage:
@@ -77,11 +91,19 @@ def newest_norm(
     if of > stage:
         return update - 1
     last_backward = (update + 1 - first_update) * microbatches - 1
-    newest_forward = min(updates * microbatches, last_backward + stages - stage) - 1
-    return first_update + max(0, newest_forward - (stages - 1 - of)) // microbatches - 1
+    newest_forward = min(updates * microbatches, last_backward + 1 + run_ahead(stage, stages, in_flight)) - 1
+    return first_update + max(0, newest_forward - run_ahead(of, stages, in_flight)) // microbatches - 1
 
 
-def replay(stages: int, microbatches: int, segments: list[int], *, clip: float | None, optimizer: Any) -> Trajectory:
+def replay(
+    stages: int,
+    microbatches: int,
+    segments: list[int],
+    *,
+    clip: float | None,
+    optimizer: Any,
+    in_flight: int = 1,
+) -> Trajectory:
     """Every microbatch through the stages, each at the version that the law gives it, in one autograd graph.
 
     segments: the numbers of updates between flushes.
@@ -105,7 +127,7 @@ def replay(stages: int, microbatches: int, segments: list[int], *, clip: float |
                 value, targets = toys.batches(i)
                 used = []
                 for s, part in enumerate(parts):
-                    version = history[s][version_read(s, stages, microbatches, start, i)]
+                    version = history[s][version_read(s, stages, microbatches, start, i, in_flight)]
                     used.append({name: w.clone().requires_grad_() for name, w in version.items()})
                     value = torch.func.functional_call(part, used[s], (value,))
                 loss = toys.loss(value, targets)
@@ -119,7 +141,7 @@ def replay(stages: int, microbatches: int, segments: list[int], *, clip: float |
             result.squared_norms.append(own)
             known = [
                 [
-                    update if length == 1 else newest_norm(s, t, stages, microbatches, start, length, update)
+                    update if length == 1 else newest_norm(s, t, stages, microbatches, start, length, update, in_flight)
                     for t in range(stages)
                 ]
                 for s in range(stages)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from adapipe.engine.clock import WallClock
 from adapipe.engine.transport import Direction, TensorSpec, Transport
 from adapipe.engine.transport.base import Ring
 from adapipe.engine.transport.distributed import DistributedTransport
@@ -32,7 +33,7 @@ def note(*numbers: float) -> np.ndarray:
 
 def in_process(stages: int, script: Script) -> list[Any]:
     """All stages in turn until all are done; the result of each, or what it raised."""
-    scripts = dict(enumerate(script(t) for t in Hub(stages, NOTE).transports()))
+    scripts = dict(enumerate(script(t) for t in Hub([WallClock()] * stages, NOTE).transports()))
     results: dict[int, Any] = {}
     for _ in range(1000):
         for stage, steps in list(scripts.items()):
@@ -92,7 +93,7 @@ def fifo(transport: Transport) -> Generator[None, None, Any]:
             arrived = yield from transport.receive(DOWN, i)
             payload, told = arrived.payload.clone(), arrived.note + note(0, 0, 1)
             if i + 1 < 7:
-                transport.post(DOWN, i + 1)
+                transport.post(DOWN, range(i + 1, i + 2))
             transport.release(DOWN, i)
         if not last:
             yield from transport.send(DOWN, i, payload, told)
@@ -152,7 +153,7 @@ def phases(transport: Transport) -> Generator[None, None, Any]:
             if transport.stage > 0:
                 arrived = yield from transport.receive(DOWN, i)
                 if i < 2:
-                    transport.post(DOWN, i + 1)
+                    transport.post(DOWN, range(i + 1, i + 2))
                 seen.append(arrived.payload.clone())
                 transport.release(DOWN, i)
             if transport.stage < transport.stages - 1:
@@ -321,7 +322,7 @@ def slot_in_use(transport: Transport) -> Generator[None, None, Any]:
     kept = yield from transport.receive(DOWN, 0)
     yield from transport.receive(DOWN, 1)
     try:
-        transport.post(DOWN, 2)
+        transport.post(DOWN, range(2, 3))
     except EngineError as error:
         return kept.payload.clone(), str(error)
 
@@ -342,7 +343,7 @@ def phase_in_use(transport: Transport) -> Generator[None, None, Any]:
 
 def check_phase_in_use(results: list[Any]) -> None:
     assert isinstance(results[1], EngineError)
-    assert "stage 1 begins a phase while its activations are" in str(results[1])
+    assert str(results[1]) == "activations of stage 1: a phase begins while they are in use"
 
 
 PAIRS = [
@@ -393,7 +394,7 @@ def test_distributed(case: tuple[int, Script, Any], ranks: dict[str, list[Any]])
 
 def test_in_process_send_waits_while_the_edge_is_full():
     """Unbounded queues would let stage 0 run ahead where real ranks cannot."""
-    sender, receiver = Hub(2, NOTE).transports()
+    sender, receiver = Hub([WallClock()] * 2, NOTE).transports()
     for i in range(3):
         assert list(sender.send(DOWN, i, message(i), note())) == []
     fourth = sender.send(DOWN, 3, message(3), note())
@@ -411,7 +412,14 @@ def test_ring():
     with pytest.raises(EngineError, match="microbatch 9 holds no slot"):
         ring.free(9)
     ring.free(7)
-    assert (ring.used, ring.claim(9)) == (1, 1)
+    assert ring.claim(9) == 1
+    assert ring.unclaimed(range(8, 12)) == range(10, 12)
+    with pytest.raises(EngineError, match="ring: a phase begins while they are in use"):
+        ring.begin_phase()
+    ring.free(8)
+    ring.free(9)
+    ring.begin_phase()
+    assert ring.unclaimed(range(2)) == range(2)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), PHASES)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adapipe.engine.bulletin import Bulletin
-from adapipe.engine.clock import WallClock
+from adapipe.engine.clock import Clock, WallClock
 from adapipe.engine.pipeline import Pipeline, in_process_pipeline
 from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Stage
@@ -20,6 +20,7 @@ from adapipe.engine.transport import Transport
 from adapipe.engine.transport.distributed import DistributedTransport
 from adapipe.engine.work import Work
 from adapipe.engine.world import World
+from adapipe.schedule.cost import CostModel
 
 WIDTH, CLASSES, BATCH = 8, 5, 3
 
@@ -78,6 +79,7 @@ def cut(stages: int) -> list[range]:
 def runtime(
     stage: int,
     transport: Transport,
+    clock: Clock | None = None,
     *,
     microbatches: int,
     clip: float | None = None,
@@ -85,6 +87,8 @@ def runtime(
     model: list[nn.Module] | None = None,
     data: Any = batches,
     check_versions: bool = True,
+    in_flight: int = 1,
+    keep: range = range(0),
 ) -> Runtime:
     part = cut(transport.stages)[stage]
     module = nn.Sequential(*copy.deepcopy((model or blocks())[part.start : part.stop]))
@@ -97,16 +101,30 @@ def runtime(
         optimizer=optimizer,
         check_versions=check_versions,
     )
-    return Runtime(built, transport, WallClock(), data, microbatches=microbatches, clip=clip, count=count, rank=stage)
+    return Runtime(
+        built,
+        transport,
+        clock or WallClock(),
+        data,
+        microbatches=microbatches,
+        clip=clip,
+        count=count,
+        rank=stage,
+        in_flight=in_flight,
+        keep=keep,
+    )
 
 
-def in_process(stages: int, **options: Any) -> Pipeline:
-    return in_process_pipeline(stages, lambda stage, transport: runtime(stage, transport, **options))
+def in_process(stages: int, *, in_flight: int = 1, emulate: CostModel | None = None, **options: Any) -> Pipeline:
+    def build(stage: int, transport: Transport, clock: Clock) -> Runtime:
+        return runtime(stage, transport, clock, in_flight=in_flight, **options)
+
+    return in_process_pipeline(stages, build, in_flight=in_flight, emulate=emulate)
 
 
-def distributed(world: World, **options: Any) -> Pipeline:
-    transport = DistributedTransport(world, Bulletin.length(world.size))
-    return Pipeline([runtime(world.rank, transport, **options)])
+def distributed(world: World, *, in_flight: int = 1, **options: Any) -> Pipeline:
+    transport = DistributedTransport(world, Bulletin.length(world.size), in_flight)
+    return Pipeline([runtime(world.rank, transport, in_flight=in_flight, **options)])
 
 
 def work(updates: int, flush_every: int, first_update: int = 0, **options: Any) -> Work:

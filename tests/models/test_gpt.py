@@ -11,17 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from adapipe.errors import ConfigurationError
-from adapipe.models import (
-    GPTConfig,
-    block_costs,
-    fill_gpt_weight,
-    gpt_blocks,
-    initialise_by_name,
-    language_model_loss,
-    partition,
-    stage_module,
-)
-from adapipe.models.gpt import Attention, Block
+from adapipe.models.gpt import Attention, Block, fill_gpt_weight, gpt_blocks, language_model_loss
+from adapipe.models.initial import initialise_by_name
+from adapipe.models.partition import partition
+from adapipe.models.shape import GPTConfig
+from adapipe.models.stages import block_costs, stage_module
 
 CONFIG = GPTConfig(layers=3, width=16, heads=2, vocabulary=31, sequence_length=12)
 LEARNED = replace(CONFIG, positions="learned")

@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from adapipe.models import (
-    GPTConfig,
-    block_costs,
-    fill_gpt_weight,
-    gpt_blocks,
-    initialise_by_name,
-    partition,
-    stage_module,
-)
-from adapipe.models.initial import name_seed
+from adapipe.models.gpt import fill_gpt_weight, gpt_blocks
+from adapipe.models.initial import initialise_by_name, name_seed
+from adapipe.models.partition import partition
+from adapipe.models.shape import GPTConfig
+from adapipe.models.stages import block_costs, stage_module
 
 CONFIG = GPTConfig(layers=4, width=64, heads=4, sequence_length=16, positions="learned")
 

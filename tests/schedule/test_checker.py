@@ -323,14 +323,14 @@ def test_one_stage_cannot_evaluate_while_another_trains() -> None:
 
 def test_too_much_in_flight_is_rejected() -> None:
     orders = parse("0F0 0F1 0B0 0B1 0U0", "1F0 1F1 1B0 1B1 1U0")
-    reason = "2 microbatches in flight, at most P - s = 1 is allowed"
+    reason = "2 microbatches in flight, at most 1 + W = 1 is allowed"
     assert_rejected(rejection(orders, 2, activation_slots=[9, 9]), "stage 1, position 1, 1F1", reason)
 
 
 def test_staleness_beyond_the_law_is_rejected() -> None:
     """Stage 0 lets F2 pass before U0: it has room for it, but F2 then reads weights two updates old."""
     orders = parse("0F0 0F1 0B0 0F2 0U0 0B1 0U1 0B2 0U2", "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2")
-    reason = "its staleness is 2 updates, at most ceil((P-1-s)/K) = 1 is allowed"
+    reason = "its staleness is 2 updates, at most ceil(W/K) = 1 is allowed"
     assert_rejected(rejection(orders, 1), "stage 0, position 3, 0F2", reason)
 
 
@@ -340,7 +340,7 @@ def test_too_many_versions_are_rejected() -> None:
         "0F0 0F1 0B0 0F2 0U0 0B1 0F3 0U1 0B2 0U2 0B3 0U3",
         "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 1F3 1B3 1U3",
     )
-    reason = "3 weight versions, at most 1 + ceil((P-1-s)/K) = 2 is allowed"
+    reason = "3 weight versions, at most 1 + ceil(W/K) = 2 is allowed"
     assert_rejected(rejection(orders, 1), "stage 0, position 7, 0U1", reason)
 
 
@@ -351,7 +351,7 @@ def test_a_stage_that_drains_alone_is_rejected() -> None:
         "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 1F3 1B3 1U3",
         "2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2U3",
     )
-    reason = "its staleness is 0 updates, at least floor((P-1-s)/K) = 1 is steady state"
+    reason = "its staleness is 0 updates, at least floor(W/K) = 1 is steady state"
     assert_rejected(rejection(orders, 1), "stage 1, position 3, 1F1", reason)
 
 

@@ -133,11 +133,12 @@ def test_a_segment_cannot_be_made_longer() -> None:
     ("arguments", "message"),
     [
         ({"stages": 0}, "stages must be at least 1, got 0"),
-        ({"stage": -1}, "stage must be at least 0, got -1"),
+        ({"stage": -1}, "stage -1 does not exist in a pipeline of 3 stages"),
         ({"stage": 3}, "stage 3 does not exist in a pipeline of 3 stages"),
         ({"microbatches": 0}, "microbatches per update must be at least 1, got 0"),
         ({"updates": 0}, "updates must be at least 1, got 0"),
         ({"first_update": -1}, "first update must be at least 0, got -1"),
+        ({"in_flight": 0}, "microbatches in flight per hop must be at least 1, got 0"),
     ],
 )
 def test_arguments_that_make_no_segment(arguments: dict[str, int], message: str) -> None:

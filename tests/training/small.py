@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from adapipe.budget import Budget
+from adapipe.engine.clock import Clock
 from adapipe.engine.pipeline import Pipeline, in_process_pipeline
 from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Stage
 from adapipe.engine.transport import Transport
 from adapipe.policy import Decision, Director
 from adapipe.policy.base import is_evaluation
+from adapipe.schedule import Kind
 from adapipe.training.learning_rate import learning_rate_schedule
 from adapipe.training.loop import Loop, Settings
 from adapipe.training.summary import Tally
@@ -38,6 +40,12 @@ class WorkClock:
 
     def now(self) -> float:
         return self.seconds
+
+    def spend(self, kind: Kind) -> None:
+        pass
+
+    def wait_until(self, instant: float) -> None:
+        pass
 
 
 @dataclass
@@ -74,7 +82,7 @@ def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline(data: Data, *, stages: int, microbatches: int) -> Pipeline:
-    def build(stage: int, transport: Transport) -> Runtime:
+    def build(stage: int, transport: Transport, _: Clock) -> Runtime:
         part = toys.cut(stages)[stage]
         module = nn.Sequential(*copy.deepcopy(toys.blocks()[part.start : part.stop]))
         built = Stage(module, stage, stages, loss=loss if stage == stages - 1 else None, optimizer=toys.adamw)

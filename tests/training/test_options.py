@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
     "evaluate_every": 50,
     "target_perplexity": None,
     "precision": "fp32",
+    "in_flight": 1,
 }
 
 
@@ -35,6 +36,7 @@ def options(**changes: Any) -> Options:
     ("changes", "says"),
     [
         ({"mode": "asinc"}, "--mode asinc: unknown mode, choose one of sync, async, adaptive"),
+        ({"in_flight": 0}, "--in-flight 0: give at least 1 microbatch per hop"),
         ({"precision": "fp16"}, "--precision fp16: unknown precision, choose one of fp32, bf16"),
         ({"plan": "sync:x"}, "--plan: 'sync:x'"),
         ({"plan": ""}, "--plan: ''"),

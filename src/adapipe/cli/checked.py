@@ -12,15 +12,19 @@ import torch
 from torch import nn
 
 from adapipe.cli.config import TrainConfig
+from adapipe.cli.cost import cost_of, given_flags
 from adapipe.data.corpus import load_corpus
 from adapipe.data.sampler import Sampler, held_out_microbatches
 from adapipe.engine.world import launched_world_size
 from adapipe.errors import ConfigurationError
-from adapipe.models.gpt import GPTConfig, gpt_blocks
-from adapipe.models.partition import block_costs, partition
+from adapipe.models.gpt import gpt_blocks
+from adapipe.models.partition import partition
+from adapipe.models.shape import GPTConfig
+from adapipe.models.stages import block_costs
 from adapipe.reports.folder import make_folder
 from adapipe.run import number_of_stages
-from adapipe.training.options import Options
+from adapipe.schedule.cost import CostModel
+from adapipe.training.options import Options, parse_timeline
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]] = {
     "adamw": lambda parameters, rate: torch.optim.AdamW(
@@ -33,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimize
 class Checked:
     """A configuration that can work, and what was made on the way to know it.
 
-    Raises ConfigurationError, one line, for one that cannot. The folder of the run is made last, by rank 0 only.
+    Raises ConfigurationError, one line, for one that cannot.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -49,6 +53,7 @@ class Checked:
             evaluate_every=config.evaluate_every,
             target_perplexity=config.target_perplexity,
             precision=config.precision,
+            in_flight=config.in_flight,
         )
         if config.stages < 1:
             raise ConfigurationError(f"--stages {config.stages}: a pipeline has at least 1")
@@ -74,14 +79,35 @@ class Checked:
         self.held_out = held_out_microbatches(
             corpus.held_out, config.sequence_length, config.microbatch_size, config.evaluation_microbatches
         )
+        self.timeline = parse_timeline(config.timeline) if config.timeline is not None else None
+        self.emulate = self._emulation(config)
         _check_device(config)
-        out = config.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        if os.environ.get("RANK", "0") == "0":
-            make_folder(out, config.overwrite)
-        self.config = replace(config, out=out)
+        self.config = config
+
+    def _emulation(self, config: TrainConfig) -> CostModel | None:
+        """The cost model of an emulated run."""
+        if not config.emulate:
+            for flag in given_flags(config):
+                raise ConfigurationError(f"{flag} is for modelled devices: give --emulate with it")
+            return None
+        if launched_world_size() not in (None, 1):
+            raise ConfigurationError("--emulate runs all stages in one process: start it without torchrun")
+        if config.device != "cpu":
+            raise ConfigurationError(f"--emulate runs all stages on the CPU: leave out --device {config.device}")
+        tokens = config.microbatch_size * config.sequence_length
+        cost = cost_of(config, config.stages, message_bytes=4 * tokens * config.width, tokens=tokens)
+        return cost if config.cost is not None else replace(cost, seed=config.seed)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.config.optimizer](parameters, self.config.learning_rate)
+
+
+def make_out(config: TrainConfig) -> Path:
+    """The folder of the run, made by rank 0 only. Raises ConfigurationError if it cannot be used."""
+    out = config.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    if os.environ.get("RANK", "0") == "0":
+        make_folder(out, config.overwrite)
+    return out
 
 
 def _clip(limit: float) -> float | None:

@@ -7,41 +7,78 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from adapipe.errors import ConfigurationError
 
+T = TypeVar("T")
+
 DEFAULT_UPDATES = 1500
 
 
-def _choices(*names: str) -> Any:
+def choices(*names: str) -> Any:
     """Shown in --help. Checked by us, so that flags and files give the same message."""
     return tyro.conf.arg(metavar="{" + ",".join(names) + "}")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a language model through a pipeline of stages.
-
-    Starts its own processes on this machine, one per stage. Under torchrun it uses the ranks that it is given: one
-    stage per rank, several machines included.
-    """
+class RunOptions:
+    """How to train."""
 
     config: Path | None = None
     """TOML file with any of these options, named with underscores; flags on the command line win."""
-    mode: Annotated[str, _choices("sync", "async", "adaptive")] = "adaptive"
+    mode: Annotated[str, choices("sync", "async", "adaptive")] = "adaptive"
     """sync: the pipeline runs empty at every update. async: it never does, and gradients are stale. adaptive:
     measures both and runs the one that makes more progress per second."""
     plan: str | None = None
     """Phases of given lengths instead of a mode, such as "sync:200,async:600"."""
-    stages: int = 2
-    """Stages of the pipeline, one process each."""
     microbatches: int = 4
     """Microbatches per update."""
+    in_flight: int = 1
+    """Microbatches in flight per hop between a stage and the last one. 1 is 1F1B; more hides the latency of slow
+    links, at the price of memory and, in async, of staleness."""
+    updates: int | None = None
+    """Budget in updates; 1500 if no budget is given."""
+    seconds: float | None = None
+    """Budget in seconds of training clock (evaluation does not count), instead of updates."""
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    warmup: float = 0.05
+    """Share of the budget over which the learning rate rises."""
+    decay: Annotated[str, choices("cosine", "linear", "constant")] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at a tenth of the peak."""
+    clip: float = 1.0
+    """Limit of the global gradient norm; 0 for no clipping."""
+    data: Path | None = None
+    """Text file, or folder of files, read as bytes. Default: the source of Python's standard library."""
+    evaluate_every: int = 50
+    """Updates between evaluations on the held-out tenth of the data."""
+    evaluation_microbatches: int = 16
+    """Held-out microbatches per evaluation, the same ones every time."""
+    target_perplexity: float | None = None
+    """Stop when the held-out perplexity is this low."""
+    out: Path | None = None
+    """Folder for the run. Default: runs/DATE-TIME."""
+    overwrite: bool = False
+    """Replace the run that the folder holds."""
+    measure_memory: bool = False
+    """Count the bytes of the live tensors of every stage after every action, and note the peaks in the summary.
+    Slow."""
+    timeline: str | None = None
+    """Draw these updates as timeline.png, such as "100:104": every action of every stage."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model, its microbatches and its stages."""
+
+    stages: int = 2
+    """Stages of the pipeline, one process each."""
     microbatch_size: int = 4
     """Sequences per microbatch."""
     sequence_length: int = 128
@@ -52,42 +89,51 @@ class TrainConfig:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads; must divide the width."""
-    positions: Annotated[str, _choices("rotary", "learned")] = "rotary"
+    positions: Annotated[str, choices("rotary", "learned")] = "rotary"
     """How the model knows positions."""
     max_positions: int | None = None
     """Positions that the model has room for. Default: the sequence length."""
-    updates: int | None = None
-    """Budget in updates; 1500 if no budget is given."""
-    seconds: float | None = None
-    """Budget in seconds of training clock (evaluation does not count), instead of updates."""
-    learning_rate: float = 2e-3
-    """Peak learning rate."""
-    warmup: float = 0.05
-    """Share of the budget over which the learning rate rises."""
-    decay: Annotated[str, _choices("cosine", "linear", "constant")] = "cosine"
-    """Shape of the learning rate after the warm-up; cosine and linear end at a tenth of the peak."""
-    optimizer: Annotated[str, _choices("adamw", "sgd")] = "adamw"
+    optimizer: Annotated[str, choices("adamw", "sgd")] = "adamw"
     """adamw: betas 0.9 and 0.95, weight decay 0.1. sgd: momentum 0.9."""
-    clip: float = 1.0
-    """Limit of the global gradient norm; 0 for no clipping."""
-    precision: Annotated[str, _choices("fp32", "bf16")] = "fp32"
+    precision: Annotated[str, choices("fp32", "bf16")] = "fp32"
     """bf16: matrix products in bfloat16, weights in float32."""
-    seed: int = 0
-    """Of the weights and of the order of the data."""
-    data: Path | None = None
-    """Text file, or folder of files, read as bytes. Default: the source of Python's standard library."""
-    evaluate_every: int = 50
-    """Updates between evaluations on the held-out tenth of the data."""
-    evaluation_microbatches: int = 16
-    """Held-out microbatches per evaluation, the same ones every time."""
-    target_perplexity: float | None = None
-    """Stop when the held-out perplexity is this low."""
-    device: Annotated[str, _choices("cpu", "cuda")] = "cpu"
+    device: Annotated[str, choices("cpu", "cuda")] = "cpu"
     """Where the stages run; cuda takes one GPU per stage."""
-    out: Path | None = None
-    """Folder for the run. Default: runs/DATE-TIME."""
-    overwrite: bool = False
-    """Replace the run that the folder holds."""
+    seed: int = 0
+    """Of the weights, of the order of the data, and of an emulation's jitter."""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Devices and links that are modelled: a cost file, or equal stages."""
+
+    cost: Path | None = None
+    """Cost model (TOML), as `adapipe profile` writes it, or typed by hand."""
+    forward_ms: float | None = None
+    """Without a cost file: milliseconds of a forward of one microbatch, on every stage. Default: 10."""
+    backward_ms: float | None = None
+    """Milliseconds of a backward. Default: twice a forward."""
+    update_ms: float | None = None
+    """Milliseconds of an update. Default: 0."""
+    latency_ms: float | None = None
+    """Milliseconds that a message is on its way to the next stage. Default: 0."""
+    bandwidth_gbit: float | None = None
+    """Gigabits per second of every link, each way. Default: no limit."""
+    jitter: float | None = None
+    """Standard deviation of the logarithm of a random factor on every action. Default: 0."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(CostOptions, ModelOptions, RunOptions):
+    """Train a language model through a pipeline of stages.
+
+    Starts its own processes on this machine, one per stage. Under torchrun it uses the ranks that it is given: one
+    stage per rank, several machines included. With --emulate all stages run in this process, on modelled devices.
+    """
+
+    emulate: bool = False
+    """Run all stages in this process, each on a virtual device: what is learned is exact, time is modelled by the
+    options above."""
 
     @property
     def budget_updates(self) -> int | None:
@@ -108,6 +154,11 @@ def parse_config(arguments: list[str]) -> TrainConfig:
         if "--updates" in given and "--seconds" not in given:
             defaults = replace(defaults, seconds=None)
     return tyro.cli(TrainConfig, prog="adapipe train", args=arguments, default=defaults)
+
+
+def parse_flags(kind: type[T], command: str, arguments: Sequence[str]) -> T:
+    """The options of a command without a configuration file. Exits for --help and for flags that do not exist."""
+    return tyro.cli(kind, prog=command, args=list(arguments))
 
 
 def _config_path(arguments: list[str]) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from adapipe.cli.exit_codes import BAD_INPUT
 from adapipe.cli.interrupt import end_quietly_on_interrupt
@@ -14,15 +15,20 @@ usage: adapipe COMMAND [OPTIONS]
 Pipeline-parallel training that alternates between synchronous and asynchronous phases.
 
 commands:
-  train    train a language model through a pipeline of stages
+  train    train a language model through a pipeline of stages, real or emulated
+  plan     say what to expect of a pipeline: speed, idle time, staleness, memory; trains nothing
+  profile  measure the stages of a model on this machine, for plan and for emulated runs
 
 adapipe COMMAND --help lists the options of a command; adapipe --version prints the version."""
 
 
-def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
-    from adapipe.cli.train import train_command
+COMMANDS = ("train", "plan", "profile")
 
-    return {"train": train_command}
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """Importing one does not import the others: planning needs no torch, which takes seconds to load."""
+    command: Callable[[Sequence[str]], int] = getattr(import_module(f"adapipe.cli.{name}"), f"{name}_command")
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"adapipe {__version__}")
         return 0
-    commands = _commands()
-    if arguments[0] not in commands:
-        known = ", ".join(commands)
+    if arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
         print(f"adapipe: {arguments[0]!r} is not a command; there is: {known}", file=sys.stderr)
         return BAD_INPUT
-    return commands[arguments[0]](arguments[1:])
+    return _command(arguments[0])(arguments[1:])

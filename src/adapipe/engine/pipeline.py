@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from adapipe.engine.bulletin import Bulletin
-from adapipe.engine.clock import Clock
+from adapipe.engine.clock import Clock, VirtualClock, WallClock
+from adapipe.engine.memory import MemoryUse, MeteredStage
 from adapipe.engine.runtime import Runtime
 from adapipe.engine.transport import Steps, Transport
 from adapipe.engine.transport.in_process import Hub
 from adapipe.engine.work import Batches, Report, Work
 from adapipe.errors import EngineError
+from adapipe.schedule.cost import CostModel
+from adapipe.schedule.table import OrderTable
+from adapipe.schedule.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -47,6 +53,20 @@ class Pipeline:
         self.begin_phase()
         return result
 
+    def timeline(self) -> Timeline:
+        """What all stages did during the updates that their runtimes keep records of."""
+        gathered = self._drive([runtime.share_kept() for runtime in self.runtimes])[0]
+        kinds, indices, came, began, done = np.moveaxis(gathered, -1, 0)
+        return Timeline(OrderTable(kinds.astype(np.int8), indices.astype(np.int64)), began, done, waits=began - came)
+
+    def memory(self) -> list[MemoryUse]:
+        """What every stage has needed so far. The stages must be metered."""
+        rows = []
+        for runtime in self.runtimes:
+            assert isinstance(runtime.stage, MeteredStage)
+            rows.append(runtime.gather(runtime.stage.use.numbers()))
+        return [MemoryUse.of(numbers) for numbers in self._drive(rows)[0]]
+
     def _drive(self, stages: Sequence[Steps[T]]) -> list[T]:
         """Let every stage run as far as it can, in turn, until all are done."""
         results: dict[int, T] = {}
@@ -65,7 +85,19 @@ class Pipeline:
         return [results[index] for index in range(len(stages))]
 
 
-def in_process_pipeline(stages: int, build: Callable[[int, Transport], Runtime]) -> Pipeline:
-    """All stages in this thread. build: (stage, its transport) -> its runtime."""
-    hub = Hub(stages, Bulletin.length(stages))
-    return Pipeline([build(transport.stage, transport) for transport in hub.transports()], hub)
+def in_process_pipeline(
+    stages: int,
+    build: Callable[[int, Transport, Clock], Runtime],
+    *,
+    in_flight: int = 1,
+    emulate: CostModel | None = None,
+) -> Pipeline:
+    """All stages in this thread. build: (stage, its transport, its clock) -> its runtime. emulate: give every stage a
+    virtual device with the times of this cost model, instead of real time. Raises ConfigurationError if the model is
+    of another number of stages."""
+    clocks: list[Clock] = [WallClock() for _ in range(stages)]
+    if emulate is not None:
+        emulate.require(stages)
+        clocks = [VirtualClock(cost, emulate.factors(s)) for s, cost in enumerate(emulate.stages)]
+    hub = Hub(clocks, Bulletin.length(stages), in_flight, emulate.links if emulate else None)
+    return Pipeline([build(t.stage, t, clocks[t.stage]) for t in hub.transports()], hub)

@@ -17,15 +17,16 @@ from adapipe.engine.transport import Direction, Steps, Transport
 from adapipe.engine.transport.base import Vector
 from adapipe.engine.work import Batches, Record, Report, Row, Work
 from adapipe.errors import AdaPipeError, ConfigurationError, EngineError, PeerFailure, StageFailure
-from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order
-from adapipe.schedule.laws import staleness_bound, version_bound
+from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order, laws
+from adapipe.schedule.table import CODES
 
 
 class Runtime:
     """Runs the actions of one stage.
 
     microbatches: K, per update. clip: limit of the global gradient norm, or None. count: targets -> tokens in them.
-    rank: named in messages.
+    rank: named in messages. in_flight: microbatches in flight per hop, as the transport was built for. keep: updates
+    whose records are kept beyond the run that made them.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Runtime:
         clip: float | None,
         count: Callable[[Any], int],
         rank: int,
+        in_flight: int = 1,
+        keep: range = range(0),
     ) -> None:
         self.stage = stage
         self.transport = transport
@@ -48,8 +51,11 @@ class Runtime:
         self.clip = clip
         self.count = count
         self.rank = rank
+        self.in_flight = in_flight
+        self.keep = keep
         self.bulletin = Bulletin(stage.stages)
         self.records: list[Record] = []
+        self.kept: list[Record] = []
         self.most_versions = 1
         self._targets: dict[int, Any] = {}  # last stage: of the update in progress and of microbatches in flight
         self._tokens: dict[int, int] = {}  # last stage: by update
@@ -58,6 +64,8 @@ class Runtime:
         self._waited = 0.0  # since the last update ended
         self._ended = 0.0  # when it ended
         self._versioned = False
+        self._warm_up = laws.warm_up(stage.index, stage.stages, in_flight)
+        self._ahead = laws.receives_ahead(in_flight)
         self._exact = True  # the norms of all stages are exchanged at the update, not taken from the bulletin
         self._segment_start = 0
         self._stopping = False
@@ -89,26 +97,25 @@ class Runtime:
             done = self._order.end_update
         # The wait until the last stage has flushed is part of the run.
         asked = self.stage.first and work.should_stop()
-        flags = yield from self._gather(np.array([float(asked)]))
+        flags = yield from self.gather(np.array([float(asked)]))
         now = self.clock.now()
         rows[-1] = rows[-1]._replace(
             seconds=rows[-1].seconds + now - self._ended, waited=rows[-1].waited + self._waited, ended=now
         )
-        gathered = yield from self._gather(np.array(rows).ravel())
+        gathered = yield from self.gather(np.array(rows).ravel())
         return Report(gathered.reshape(self.stage.stages, len(rows), len(Row._fields)), stopped=bool(flags[0, 0]))
 
     def _segment(self, first_update: int, updates: int, rows: list[Row]) -> Steps[None]:
         stage = self.stage
-        self._order = SegmentOrder(stage.index, stage.stages, self.microbatches, first_update, updates)
+        self._order = SegmentOrder(stage.index, stage.stages, self.microbatches, first_update, updates, self.in_flight)
         self._segment_start = first_update
         self._exact = updates == 1
-        bound = staleness_bound(stage.index, stage.stages, self.microbatches)
-        self._bound = 0 if self._exact else bound
+        self._bound = 0 if self._exact else laws.staleness_bound(self._warm_up, self.microbatches)
         self._versioned = self._bound > 0
         if self._exact:
             self.transport.prepare_exchange()
         if not stage.first:
-            self.transport.post(Direction.DOWN, first_update * self.microbatches)
+            self._post(Direction.DOWN, first_update * self.microbatches)
         for action in self._order:
             if action.kind is Kind.FORWARD:
                 yield from self._located(action, self._forward(action))
@@ -134,21 +141,20 @@ class Runtime:
         return StageFailure(what, rank=self.rank, stage=self.stage.index, cell=str(action), microbatch=microbatch)
 
     def _forward(self, action: Action) -> Steps[None]:
-        i, stage, order = action.index, self.stage, self._order
-        start = self.clock.now()
-        waited = 0.0
+        i, stage = action.index, self.stage
+        start = began = self.clock.now()
         targets = self._targets_of(i) if stage.last else None
         if stage.first:
             self._maybe_stop(i)
             inputs = self._load(i)[0].to(stage.device)
         else:
             message = yield from self.transport.receive(Direction.DOWN, i)
-            waited += self.clock.now() - start
+            began = self.clock.now()
             self._read(message.note)
             inputs = message.payload
-            if i + 1 < order.end_microbatch:
-                self.transport.post(Direction.DOWN, i + 1)
+            self._post(Direction.DOWN, i + 1)
         output = stage.forward(i, inputs, targets, versioned=self._versioned)
+        self.clock.spend(action.kind)
         if stage.last:
             loss = float(output)
             if not math.isfinite(loss):
@@ -157,32 +163,33 @@ class Runtime:
                     "data or the loss function gives values that are not finite"
                 )
             self._losses.append(loss)
-        else:
-            waited += yield from self._send(Direction.DOWN, i, output)
+        done = self.clock.now()
+        if not stage.last:
+            yield from self._send(Direction.DOWN, i, output)
             if i == self._segment_start * self.microbatches:
-                self.transport.post(Direction.UP, i)
+                self._post(Direction.UP, i)
         self.most_versions = max(self.most_versions, stage.versions.live)
-        self._record(action, start, waited, stage.versions.number)
+        self._record(action, start, began, done, stage.versions.number)
 
     def _backward(self, action: Action) -> Steps[None]:
         i, stage = action.index, self.stage
-        start = self.clock.now()
-        waited, gradient = 0.0, None
+        start = began = self.clock.now()
+        gradient = None
         if not stage.last:
             message = yield from self.transport.receive(Direction.UP, i)
-            waited += self.clock.now() - start
+            began = self.clock.now()
             self._read(message.note)
             gradient = message.payload
-            # Its forward is done, or will be before this gradient can come: at most P - s are in flight.
-            if i + 1 < self._order.end_microbatch:
-                self.transport.post(Direction.UP, i + 1)
+            self._post(Direction.UP, i + 1)
         update = i // self.microbatches
         scale = 1.0 / self._tokens[update] if stage.last else 1.0
         input_gradient, used = stage.backward(i, gradient, scale)
+        self.clock.spend(action.kind)
+        done = self.clock.now()
         if not stage.last:
             self.transport.release(Direction.UP, i)
         if input_gradient is not None:
-            waited += yield from self._send(Direction.UP, i, input_gradient)
+            yield from self._send(Direction.UP, i, input_gradient)
             self.transport.release(Direction.DOWN, i)
         staleness = update - used
         if not 0 <= staleness <= self._bound:
@@ -190,7 +197,7 @@ class Runtime:
                 f"the gradient of microbatch {i} is {staleness} updates old, the law allows {self._bound}"
             )
         self._staleness.append(staleness)
-        self._record(action, start, waited, used)
+        self._record(action, start, began, done, used)
 
     def _update(self, action: Action, rows: list[Row]) -> Steps[None]:
         update, stage, bulletin = action.index, self.stage, self.bulletin
@@ -205,7 +212,7 @@ class Runtime:
         if self._exact:
             gathering = self.clock.now()
             gathered = yield from self.transport.exchange(np.array([own, loss]))
-            waited += self.clock.now() - gathering
+            waited = self.clock.now() - gathering
             skip = not bool(np.isfinite(gathered[:, 0]).all())
             bulletin.post_loss(update, float(gathered[-1, 1]))
             for other, squared in enumerate(gathered[:, 0]):
@@ -221,12 +228,13 @@ class Runtime:
             stage.skip_update(self._work.rate_factor(update))
         else:
             stage.update(self._work.rate_factor(update), clip_coefficient(squared, self.clip))
-        versions = version_bound(stage.index, stage.stages, self.microbatches)
+        self.clock.spend(action.kind)
+        versions = laws.version_bound(self._warm_up, self.microbatches)
         if stage.versions.live > versions:
             raise EngineError(f"{stage.versions.live} weight versions are live, the law allows {versions}")
         self.most_versions = max(self.most_versions, stage.versions.live)
-        self._record(action, start, waited, stage.versions.number)
         now = self.clock.now()
+        self._record(action, start, start + waited, now, stage.versions.number)
         staleness = self._staleness
         rows.append(
             Row(
@@ -249,13 +257,16 @@ class Runtime:
             self._work.on_update(update + 1, bulletin.loss)
 
     def _maybe_stop(self, microbatch: int) -> None:
-        """On stage 0: end the run with the update of this microbatch, if asked to, or if a stage had to skip a
-        non-finite gradient between flushes. The note of this forward tells the other stages."""
+        """On stage 0: end the run soon, if asked to, or if a stage had to skip a non-finite gradient between flushes.
+
+        The note of this forward tells the other stages, which have posted receives ahead of it: so the run ends with
+        the update of the last microbatch that they expect."""
         if self._stopping:
             return
         skipped = self._work.flush_every > 1 and self.bulletin.skipped_since(self._work.first_update)
         if skipped or self._work.should_stop():
-            self.bulletin.post_end(microbatch // self.microbatches + 1)
+            end = -(-(microbatch + self._ahead) // self.microbatches)
+            self.bulletin.post_end(min(end, self._order.end_update))
             self._obey_end()
 
     def _read(self, note: Vector) -> None:
@@ -280,7 +291,7 @@ class Runtime:
         for action in evaluation_order(stage.index, microbatches):
             counted = yield from self._evaluate_one(action, batches, microbatches)
             total, tokens = total + counted[0], tokens + counted[1]
-        gathered = yield from self._gather(np.array([total, tokens]))
+        gathered = yield from self.gather(np.array([total, tokens]))
         return float(gathered[-1, 0]), int(gathered[-1, 1])
 
     def _evaluate_one(self, action: Action, batches: Batches, microbatches: int) -> Steps[tuple[float, int]]:
@@ -292,9 +303,9 @@ class Runtime:
             else:
                 message = yield from self.transport.receive(Direction.DOWN, i)
                 inputs = message.payload
-                if i + 1 < microbatches:
-                    self.transport.post(Direction.DOWN, i + 1)
+                self.transport.post(Direction.DOWN, range(i + 1, min(i + 1 + self._ahead, microbatches)))
             output = stage.evaluate(inputs, self._to_device(targets))
+            self.clock.spend(action.kind)
             if not stage.first:
                 self.transport.release(Direction.DOWN, i)
             if stage.last:
@@ -306,6 +317,13 @@ class Runtime:
             what = f"evaluation failed: {type(error).__name__}: {error}"
             raise self._failure(what, action, i) from error
         return 0.0, 0
+
+    def share_kept(self) -> Steps[Vector]:
+        """(stages, actions, 5): the kept records of all stages as kind code, index, start, began, done. All stages have
+        made the same updates, so all have as many."""
+        kept = [(CODES[r.action.kind], r.action.index, r.start, r.began, r.done) for r in self.kept]
+        gathered = yield from self.gather(np.array(kept, dtype=np.float64).ravel())
+        return gathered.reshape(self.stage.stages, len(kept), 5)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -332,18 +350,26 @@ class Runtime:
     def _to_device(self, targets: Any) -> Any:
         return targets.to(self.stage.device) if isinstance(targets, torch.Tensor) else targets
 
-    def _send(self, direction: Direction, microbatch: int, payload: torch.Tensor) -> Steps[float]:
-        """Send, with the bulletin as note. Returns the seconds that it had to wait."""
-        start = self.clock.now()
-        yield from self.transport.send(direction, microbatch, payload, self.bulletin.vector)
-        return self.clock.now() - start
+    def _post(self, direction: Direction, microbatch: int) -> None:
+        """Make ready for the next messages of the segment, from this microbatch on."""
+        end = min(microbatch + self._ahead, self._order.end_microbatch)
+        self.transport.post(direction, range(microbatch, end))
 
-    def _gather(self, row: Vector) -> Steps[Vector]:
+    def _send(self, direction: Direction, microbatch: int, payload: torch.Tensor) -> Steps[None]:
+        """Send, with the bulletin as note."""
+        yield from self.transport.send(direction, microbatch, payload, self.bulletin.vector)
+
+    def gather(self, row: Vector) -> Steps[Vector]:
+        """The rows of all stages, (stages, numbers). All stages call it at the same point between their actions."""
         start = self.clock.now()
         gathered = yield from self.transport.all_gather(row)
         self._waited += self.clock.now() - start
         return gathered
 
-    def _record(self, action: Action, start: float, waited: float, used: int) -> None:
-        self._waited += waited
-        self.records.append(Record(action, start, self.clock.now(), waited, used, self.stage.versions.number))
+    def _record(self, action: Action, start: float, began: float, done: float, used: int) -> None:
+        record = Record(action, start, began, done, self.clock.now(), used, self.stage.versions.number)
+        self._waited += record.waited
+        self.records.append(record)
+        update = action.index if action.kind is Kind.UPDATE else action.index // self.microbatches
+        if update in self.keep:
+            self.kept.append(record)

@@ -46,6 +46,11 @@ class VersionStore:
         self._held: list[Version] = []
 
     @property
+    def held(self) -> tuple[Version, ...]:
+        """The versions that microbatches in flight hold."""
+        return tuple(self._held)
+
+    @property
     def live(self) -> int:
         """Sets of weights in memory: the current one and those that microbatches in flight hold."""
         return len(self._held) + (0 if self._current in self._held else 1)

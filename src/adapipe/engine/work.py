@@ -21,14 +21,24 @@ class Batches(Protocol):
 
 
 class Record(NamedTuple):
-    """One action as it happened. Times are the clock's seconds; `waited` is the part of end - start spent waiting."""
+    """One action as it happened, in the clock's seconds.
+
+    It came to its turn at `start`, waited for its input until `began`, computed until `done`, and had sent its output
+    at `end`. An update that waits for the norms of the other stages in the middle is noted as if it waited first.
+    """
 
     action: Action
     start: float
+    began: float
+    done: float
     end: float
-    waited: float
     version_used: int  # number of updates in the weights that the action's forward read
     version_current: int  # number of updates that the stage had made
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for other stages."""
+        return (self.began - self.start) + (self.end - self.done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,53 +11,17 @@ B is the microbatch size, T the tokens of a sequence, D the width, V the vocabul
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from adapipe.errors import ConfigurationError
 from adapipe.models.initial import Fill
-
-Positions = Literal["rotary", "learned"]
+from adapipe.models.shape import GPTConfig, block_flops, head_flops
 
 _ROTARY_BASE = 10_000.0
 _NORM_EPSILON = 1e-5
 _WEIGHT_STD = 0.02
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT. `width` is D, `vocabulary` V, `sequence_length` the largest T."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 256
-    sequence_length: int = 128
-    positions: Positions = "rotary"
-
-    def validate(self) -> None:
-        """Raise ConfigurationError, naming the flag, if no model has this shape."""
-        for name in ("layers", "width", "heads", "vocabulary", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if self.width % self.heads:
-            raise ConfigurationError(f"--heads {self.heads} does not divide --width {self.width}: choose a divisor")
-        if self.positions not in get_args(Positions):
-            raise ConfigurationError(f"--positions {self.positions} is unknown: choose rotary or learned")
-        if self.positions == "rotary" and self.head_width % 2:
-            raise ConfigurationError(
-                f"--positions rotary needs an even width per head, but --width {self.width} / "
-                f"--heads {self.heads} is {self.head_width}: change one of them, or use --positions learned"
-            )
-
-    @property
-    def head_width(self) -> int:
-        """D divided by the number of heads."""
-        return self.width // self.heads
 
 
 class Embedding(nn.Module):
@@ -152,9 +116,8 @@ class Block(nn.Module):
         return x
 
     def cost(self) -> float:
-        """Forward flops per token: 24 D^2 in the linear layers, 4 T D in attention without the mask."""
-        width, length = self.config.width, self.config.sequence_length
-        return 24.0 * width * width + 4.0 * length * width
+        """Forward flops per token."""
+        return block_flops(self.config)
 
 
 class Head(nn.Module):
@@ -162,6 +125,7 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.config = config
         self.norm = nn.RMSNorm(config.width, eps=_NORM_EPSILON)
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False)
 
@@ -170,8 +134,8 @@ class Head(nn.Module):
         return logits
 
     def cost(self) -> float:
-        """Forward flops per token: 2 D V."""
-        return 2.0 * self.logits.in_features * self.logits.out_features
+        """Forward flops per token."""
+        return head_flops(self.config)
 
 
 def gpt_blocks(config: GPTConfig) -> list[nn.Module]:

@@ -1,4 +1,5 @@
-"""The folder of a run: config.toml, metrics.jsonl, decisions.jsonl, summary.json, curves.png."""
+"""The folder of a run: config.toml, metrics.jsonl, decisions.jsonl, summary.json, curves.png; cost.toml if it
+was emulated, timeline.png if one was asked for."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from adapipe.errors import ConfigurationError
 from adapipe.policy import Decision
 from adapipe.reports.curves import draw_curves
 from adapipe.reports.metrics import MetricsWriter, read_metrics, write_json
+from adapipe.schedule.cost import CostModel, cost_toml
+from adapipe.schedule.timeline import Timeline
 
-_FILES = ("config.toml", "metrics.jsonl", "decisions.jsonl", "summary.json", "curves.png")
+_FILES = ("config.toml", "metrics.jsonl", "decisions.jsonl", "summary.json", "curves.png", "cost.toml", "timeline.png")
 
 
 def make_folder(path: Path, overwrite: bool) -> None:
@@ -40,14 +43,21 @@ def _unusable(path: Path, why: str | None) -> ConfigurationError:
 class RunFolder:
     """Writes a run. Only one rank has one."""
 
-    def __init__(self, path: Path, *, overwrite: bool = False, config: str | None = None) -> None:
-        """config: the text of config.toml. Raises ConfigurationError if the folder cannot be used."""
+    def __init__(
+        self, path: Path, *, overwrite: bool = False, config: str | None = None, cost: CostModel | None = None
+    ) -> None:
+        """config: the text of config.toml. cost: what emulated the run.
+
+        Raises ConfigurationError if the folder cannot be used.
+        """
         make_folder(path, overwrite)
         try:
             for name in _FILES:
                 (path / name).unlink(missing_ok=True)
             if config is not None:
                 (path / "config.toml").write_text(config, encoding="utf-8", errors="surrogateescape")
+            if cost is not None:
+                (path / "cost.toml").write_text(cost_toml(cost))
             self._metrics = MetricsWriter(path / "metrics.jsonl")
             self._decisions = MetricsWriter(path / "decisions.jsonl")
         except OSError as error:
@@ -70,8 +80,8 @@ class RunFolder:
             }
         )
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary and draw the picture."""
+    def finish(self, summary: dict[str, Any], timeline: Timeline | None) -> None:
+        """Write the summary and draw the pictures."""
         self._metrics.close()
         self._decisions.close()
         write_json(self.path / "summary.json", summary)
@@ -83,3 +93,9 @@ class RunFolder:
             target_perplexity=summary["target_perplexity"],
             clock=summary["clock"],
         )
+        if timeline is not None:
+            from adapipe.reports.timeline import Panel, draw_timeline
+
+            table = timeline.table
+            panel = Panel(title, table.kinds, table.indices, timeline.starts, timeline.ends)
+            draw_timeline([panel], self.path / "timeline.png", clock=summary["clock"])

@@ -3,11 +3,13 @@
 It raises ScheduleError at the first broken rule, with the grid of all stages and the failing cell marked:
 
   each stage   F(i) once, B(i) once and later, U(u) after exactly the K backwards of update u, no U left out;
-               at most P - s microbatches in flight and 1 + ceil((P-1-s)/K) weight versions
+               at most 1 + W microbatches in flight and 1 + ceil(W/K) weight versions
   each edge    both ends name the same microbatches in the same order, since an edge is a FIFO
-  staleness    at most ceil((P-1-s)/K); in steady state at least floor((P-1-s)/K); none across a flush
+  staleness    at most ceil(W/K); in steady state at least floor(W/K); none across a flush
   each ring    no receive is posted into a slot whose microbatch is still needed
   progress     the orders run to their end on the machine of `adapipe.schedule.machine`: no deadlock
+
+W = h * (P-1-s) is how far stage s runs ahead, with h microbatches in flight per hop; P-1-s in 1F1B.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from itertools import zip_longest
 from types import MappingProxyType
 
 from adapipe.errors import ScheduleError
+from adapipe.schedule import laws
 from adapipe.schedule.actions import Action, Kind
 from adapipe.schedule.grid import fail
-from adapipe.schedule.laws import in_flight_bound, staleness_bound, version_bound
 from adapipe.schedule.machine import MESSAGE, Orders, check_progress, check_ring, indices
 from adapipe.schedule.orders import segment_orders
 
@@ -51,27 +53,32 @@ def check_orders(
     microbatches: int,
     *,
     flush_every: int | None = None,
+    in_flight: int = 1,
     activation_slots: Sequence[int] | None = None,
-    gradient_slots: int = 2,
-    send_slots: int = 2,
+    gradient_slots: int | None = None,
+    send_slots: int | None = None,
 ) -> CheckReport:
     """Prove the orders of all stages, `orders[s]` of stage s, with K = `microbatches` per update.
 
     A flush is where every stage runs update u - 1 before any forward of update u or later; it is found in the
-    orders. `flush_every` = n demands one after every n updates; 1 means synchronous. `activation_slots` gives the
-    ring of each stage, by default its in-flight bound + 1; `gradient_slots` is the ring of every stage for gradients,
-    and `send_slots` the number of send buffers of every edge in each direction.
+    orders. `flush_every` = n demands one after every n updates; 1 means synchronous. `in_flight` is h, the microbatches
+    in flight per hop. `activation_slots` gives the ring of each stage, `gradient_slots` the ring of every stage for
+    gradients, `send_slots` the number of send buffers of every edge in each direction; by default those of the laws.
 
     Raises ScheduleError at the first broken rule.
     """
+    warm_ups = [laws.warm_up(s, len(orders), in_flight) for s in range(len(orders))]
     if activation_slots is None:
-        activation_slots = [in_flight_bound(s, len(orders)) + 1 for s in range(len(orders))]
+        activation_slots = [laws.activation_slots(warm_up, in_flight) for warm_up in warm_ups]
+    gradient_slots = laws.gradient_slots(in_flight) if gradient_slots is None else gradient_slots
+    send_slots = laws.send_slots(in_flight) if send_slots is None else send_slots
     if len(activation_slots) != len(orders):
         raise ScheduleError(f"{len(activation_slots)} activation rings were given for {len(orders)} stages")
     for name, value in (
         ("stages", len(orders)),
         ("actions", sum(map(len, orders))),
         ("microbatches per update", microbatches),
+        ("microbatches in flight per hop", in_flight),
         ("flush_every", 1 if flush_every is None else flush_every),
         ("activation slots", min(activation_slots, default=1)),
         ("gradient slots", gradient_slots),
@@ -80,27 +87,31 @@ def check_orders(
         if value < 1:
             raise ScheduleError(f"{name} must be at least 1, got {value}")
 
+    ahead = laws.receives_ahead(in_flight)
     training = any(action.kind is not Kind.FORWARD for order in orders for action in order)
     first_update = _first_update(orders, microbatches) if training else 0
-    stages = [_check_stage(orders, s, microbatches, first_update, training) for s in range(len(orders))]
+    stages = [_check_stage(orders, s, microbatches, first_update, training, warm_ups[s]) for s in range(len(orders))]
     for s in range(len(orders) - 1):
         _check_edge(orders, s, s + 1, Kind.FORWARD)
         _check_edge(orders, s + 1, s, Kind.BACKWARD)
     if training:
-        _check_staleness(orders, stages, microbatches, first_update, flush_every)
+        _check_staleness(orders, stages, microbatches, first_update, flush_every, warm_ups)
     for s in range(len(orders)):
         if s > 0:
             freed_by = Kind.BACKWARD if training else Kind.FORWARD
-            check_ring(orders, s, Kind.FORWARD, freed_by, activation_slots[s])
+            check_ring(orders, s, Kind.FORWARD, freed_by, activation_slots[s], ahead)
         if s < len(orders) - 1:
-            check_ring(orders, s, Kind.BACKWARD, Kind.BACKWARD, gradient_slots)
-    check_progress(orders, send_slots)
+            check_ring(orders, s, Kind.BACKWARD, Kind.BACKWARD, gradient_slots, ahead)
+    check_progress(orders, send_slots, ahead)
     return CheckReport(tuple(stages))
 
 
-def check_segment(stages: int, microbatches: int, updates: int, first_update: int = 0) -> CheckReport:
+def check_segment(
+    stages: int, microbatches: int, updates: int, first_update: int = 0, in_flight: int = 1
+) -> CheckReport:
     """Prove the orders of one segment, with the default rings and send buffers."""
-    return check_orders(segment_orders(stages, microbatches, updates, first_update), microbatches)
+    orders = segment_orders(stages, microbatches, updates, first_update, in_flight)
+    return check_orders(orders, microbatches, in_flight=in_flight)
 
 
 def _first_update(orders: Orders, microbatches: int) -> int:
@@ -118,10 +129,12 @@ def _first_update(orders: Orders, microbatches: int) -> int:
     return first // microbatches
 
 
-def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: int, training: bool) -> StageReport:
+def _check_stage(
+    orders: Orders, stage: int, microbatches: int, first_update: int, training: bool, warm_up: int
+) -> StageReport:
     """Prove what concerns one stage alone: pairing, updates, and how much it holds."""
-    most_in_flight = in_flight_bound(stage, len(orders))
-    most_versions = version_bound(stage, len(orders), microbatches)
+    most_in_flight = laws.in_flight_bound(warm_up)
+    most_versions = laws.version_bound(warm_up, microbatches)
     backwards = set(indices(orders[stage], Kind.BACKWARD))
     version = first_update  # the weights that the next forward reads; also the next update
     read: dict[int, int] = {}  # every microbatch -> the version its forward read
@@ -144,7 +157,7 @@ def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: in
                 held[version] += 1
                 peak_in_flight = max(peak_in_flight, len(in_flight))
             if len(in_flight) > most_in_flight:
-                reason = f"{len(in_flight)} microbatches in flight, at most P - s = {most_in_flight} is allowed"
+                reason = f"{len(in_flight)} microbatches in flight, at most 1 + W = {most_in_flight} is allowed"
                 fail(orders, stage, position, reason)
         elif action.kind is Kind.BACKWARD:
             if index not in read:
@@ -162,7 +175,7 @@ def _check_stage(orders: Orders, stage: int, microbatches: int, first_update: in
             version += 1
             peak_versions = max(peak_versions, len(held) + 1)
             if peak_versions > most_versions:
-                reason = f"{peak_versions} weight versions, at most 1 + ceil((P-1-s)/K) = {most_versions} is allowed"
+                reason = f"{peak_versions} weight versions, at most 1 + ceil(W/K) = {most_versions} is allowed"
                 fail(orders, stage, position, reason)
     if accumulated:
         position = orders[stage].index(Action(stage, Kind.BACKWARD, min(accumulated)))
@@ -222,8 +235,9 @@ def _check_staleness(
     microbatches: int,
     first_update: int,
     flush_every: int | None,
+    warm_ups: Sequence[int],
 ) -> None:
-    """Prove the law of staleness, W = P-1-s: at most ceil(W/K), and in steady state at least floor(W/K).
+    """Prove the law of staleness: at most ceil(W/K), and in steady state at least floor(W/K).
 
     A segment lasts from one flush to the next, so a segment of one update has staleness 0. A microbatch is in
     steady state when at least W forwards of its segment ran before its own. In 1F1B, microbatch j of a segment,
@@ -231,8 +245,8 @@ def _check_staleness(
     """
     starts = _segment_starts(stages, microbatches, first_update)
     for stage, report in enumerate(stages):
-        warm_up = len(orders) - 1 - stage
-        least, most = warm_up // microbatches, staleness_bound(stage, len(orders), microbatches)
+        warm_up = warm_ups[stage]
+        least, most = warm_up // microbatches, laws.staleness_bound(warm_up, microbatches)
         for earlier, (i, staleness) in enumerate(report.staleness.items()):
             update = i // microbatches
             since_first = update - first_update
@@ -241,9 +255,9 @@ def _check_staleness(
                 flush = update - since_first % flush_every
                 reason = f"it must wait for the flush after update {flush - 1} (flush_every={flush_every})"
             elif staleness > most:
-                reason = f"its staleness is {staleness} updates, at most ceil((P-1-s)/K) = {most} is allowed"
+                reason = f"its staleness is {staleness} updates, at most ceil(W/K) = {most} is allowed"
             elif in_segment >= warm_up and staleness < least:
-                reason = f"its staleness is {staleness} updates, at least floor((P-1-s)/K) = {least} is steady state"
+                reason = f"its staleness is {staleness} updates, at least floor(W/K) = {least} is steady state"
             else:
                 continue
             fail(orders, stage, orders[stage].index(Action(stage, Kind.FORWARD, i)), reason)

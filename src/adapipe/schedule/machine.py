@@ -1,10 +1,10 @@
 """The machine that orders run on, without tensors: edges, receiving rings, send buffers.
 
 The machine: activations go down, from F(i) on stage s to F(i) on s+1; gradients go up, from B(i) to B(i) on
-s-1. A stage takes message k of an edge, posts the receive of message k+1, computes, and sends. It posts the first
-receive of an edge when it comes to the action that needs it. A send is complete once the peer has posted the
-matching receive; it does not block, but there are only `send_slots` buffers, so send k first waits until send
-k - send_slots is complete.
+s-1. A stage takes message k of an edge, posts the receive of message k + `ahead`, computes, and sends. It posts the
+first `ahead` receives of an edge when it comes to the action that needs the first. A send is complete once the peer
+has posted the matching receive; it does not block, but there are only `send_slots` buffers, so send k first waits until
+send k - send_slots is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adapipe.schedule.grid import fail
 
 Orders = Sequence[Sequence[Action]]
 Edge = tuple[int, int]  # sender and receiver, always neighbours
-Step = Literal["post", "receive", "send"]  # "post" is the first receive of an edge; each "receive" posts the next
+Step = Literal["post", "receive", "send"]  # "post" posts the first receives of an edge; each "receive" one more
 
 MESSAGE = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}
 """What an action receives and sends."""
@@ -29,22 +29,25 @@ def indices(order: Sequence[Action], kind: Kind) -> list[int]:
     return [action.index for action in order if action.kind is kind]
 
 
-def check_ring(orders: Orders, stage: int, received_by: Kind, freed_by: Kind, slots: int) -> None:
-    """Prove that no receive is posted into a slot in use. Message k of the edge goes to slot k mod `slots`."""
+def check_ring(orders: Orders, stage: int, received_by: Kind, freed_by: Kind, slots: int, ahead: int) -> None:
+    """Prove that no receive is posted into a slot in use. Message k of the edge goes to slot k mod `slots`, and its
+    receive is posted when message k - `ahead` is taken."""
     arrivals = indices(orders[stage], received_by)
     slot_of = {i: k % slots for k, i in enumerate(arrivals)}
-    holder = {slot_of[i]: i for i in arrivals[:1]}  # slot -> the microbatch that needs it
+    holder: dict[int, int] = {}  # slot -> the microbatch that needs it
+    posted = 0
     received = 0
     for position, action in enumerate(orders[stage]):
         if action.kind is received_by:
             received += 1
-            for following in arrivals[received : received + 1]:
+            for following in arrivals[posted : received + ahead]:
                 slot = slot_of[following]
                 if slot in holder:
                     reason = f"slot overwritten: the receive of the {MESSAGE[received_by]} of microbatch {following}"
                     reason += f" goes into slot {slot} of {slots}, which microbatch {holder[slot]} still needs"
                     fail(orders, stage, position, reason)
                 holder[slot] = following
+                posted += 1
         if action.kind is freed_by:
             del holder[slot_of[action.index]]
 
@@ -67,7 +70,7 @@ def _steps(order: Sequence[Action], stage: int, stages: int) -> Iterator[tuple[i
             yield position, "send", (stage, target)
 
 
-def check_progress(orders: Orders, send_slots: int) -> None:
+def check_progress(orders: Orders, send_slots: int, ahead: int) -> None:
     """Run all orders to their end.
 
     Counting is enough, for both ends of an edge agree on the messages. No step disables another, so the order in
@@ -79,7 +82,7 @@ def check_progress(orders: Orders, send_slots: int) -> None:
     def possible(step: Step, edge: Edge) -> bool:
         sent, received = done["send", edge], done["receive", edge]
         if step == "send":
-            return sent < done["post", edge] + received + send_slots
+            return sent < done["post", edge] * ahead + received + send_slots
         return step == "post" or received < sent
 
     def wait(position: int, step: Step, edge: Edge) -> str:

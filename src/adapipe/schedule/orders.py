@@ -2,7 +2,7 @@
 
 A segment is n updates between two flushes, each of K microbatches, on P stages. Stage s runs
 
-    warm-up:   min(P-1-s, n*K) forwards
+    warm-up:   min(W, n*K) forwards     W = P-1-s, or more (see `adapipe.schedule.laws`)
     steady:    F, B, F, B, ...          U after every K-th B
     cool-down: the remaining B          U after every K-th B
 
@@ -16,9 +16,30 @@ n = 1 is synchronous 1F1B; a long n is asynchronous 1F1B with local accumulation
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from adapipe.errors import ScheduleError
 from adapipe.schedule.actions import Action, Kind
+from adapipe.schedule.laws import in_flight_bound, warm_up
+
+
+def forward_comes_next(forwards: Any, backwards: Any, end: Any, limit: Any) -> Any:
+    """The rule of every order: a forward while there is one left and the limit of microbatches in flight allows it,
+    else a backward. Of one stage (int), or of many at once (arrays)."""
+    return (forwards < end) & (forwards - backwards < limit)
+
+
+def check_segment_shape(stages: int, microbatches: int, updates: int, first_update: int, in_flight: int) -> None:
+    """Raise ScheduleError for a segment that cannot exist."""
+    for name, value, least in (
+        ("stages", stages, 1),
+        ("microbatches per update", microbatches, 1),
+        ("updates", updates, 1),
+        ("first update", first_update, 0),
+        ("microbatches in flight per hop", in_flight, 1),
+    ):
+        if value < least:
+            raise ScheduleError(f"{name} must be at least {least}, got {value}")
 
 
 class SegmentOrder:
@@ -28,22 +49,17 @@ class SegmentOrder:
     every forward already given belongs to an update that stays; all stages that end at the same update stay in step.
     """
 
-    def __init__(self, stage: int, stages: int, microbatches: int, first_update: int, updates: int) -> None:
-        for name, value, least in (
-            ("stages", stages, 1),
-            ("stage", stage, 0),
-            ("microbatches per update", microbatches, 1),
-            ("updates", updates, 1),
-            ("first update", first_update, 0),
-        ):
-            if value < least:
-                raise ScheduleError(f"{name} must be at least {least}, got {value}")
-        if stage >= stages:
+    def __init__(
+        self, stage: int, stages: int, microbatches: int, first_update: int, updates: int, in_flight: int = 1
+    ) -> None:
+        check_segment_shape(stages, microbatches, updates, first_update, in_flight)
+        if not 0 <= stage < stages:
             raise ScheduleError(f"stage {stage} does not exist in a pipeline of {stages} stages")
         self.stage = stage
         self.microbatches = microbatches
         self.end_update = first_update + updates
-        self.in_flight_limit = stages - stage  # forwards whose backward is still to come, the law P - s
+        # Forwards whose backward is still to come.
+        self.in_flight_limit = in_flight_bound(warm_up(stage, stages, in_flight))
         self._first_microbatch = first_update * microbatches
         self._forwards = self._backwards = self._first_microbatch  # the next microbatch of each kind
 
@@ -71,8 +87,7 @@ class SegmentOrder:
 
     def __iter__(self) -> Iterator[Action]:
         while self._backwards < self.end_microbatch:
-            in_flight = self._forwards - self._backwards
-            if self._forwards < self.end_microbatch and in_flight < self.in_flight_limit:
+            if forward_comes_next(self._forwards, self._backwards, self.end_microbatch, self.in_flight_limit):
                 self._forwards += 1
                 yield Action(self.stage, Kind.FORWARD, self._forwards - 1)
             else:
@@ -82,14 +97,18 @@ class SegmentOrder:
                     yield Action(self.stage, Kind.UPDATE, self._backwards // self.microbatches - 1)
 
 
-def segment_order(stage: int, stages: int, microbatches: int, updates: int, first_update: int = 0) -> Iterator[Action]:
+def segment_order(
+    stage: int, stages: int, microbatches: int, updates: int, first_update: int = 0, in_flight: int = 1
+) -> Iterator[Action]:
     """The actions of `stage` for a segment of `updates` updates of `microbatches` microbatches on `stages` stages."""
-    return iter(SegmentOrder(stage, stages, microbatches, first_update, updates))
+    return iter(SegmentOrder(stage, stages, microbatches, first_update, updates, in_flight))
 
 
-def segment_orders(stages: int, microbatches: int, updates: int, first_update: int = 0) -> list[list[Action]]:
+def segment_orders(
+    stages: int, microbatches: int, updates: int, first_update: int = 0, in_flight: int = 1
+) -> list[list[Action]]:
     """The orders of all stages, stage 0 first."""
-    return [list(segment_order(s, stages, microbatches, updates, first_update)) for s in range(stages)]
+    return [list(segment_order(s, stages, microbatches, updates, first_update, in_flight)) for s in range(stages)]
 
 
 def evaluation_order(stage: int, microbatches: int) -> Iterator[Action]:

@@ -29,6 +29,7 @@ class Options:
     evaluate_every: int
     target_perplexity: float | None
     precision: str
+    in_flight: int
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
@@ -43,6 +44,8 @@ class Options:
             raise ConfigurationError(
                 f"--target-perplexity {self.target_perplexity:g}: give at least 1, better than which no model can be"
             )
+        if self.in_flight < 1:
+            raise ConfigurationError(f"--in-flight {self.in_flight}: give at least 1 microbatch per hop")
         # Making them checks what they are made of.
         _ = self.budget, self.policy(), self.schedule()
 
@@ -69,6 +72,15 @@ class Options:
 
     def schedule(self) -> Schedule:
         return learning_rate_schedule(self.warmup, self.decay)
+
+
+def parse_timeline(text: str) -> range:
+    """The updates, counted from 0, in a text such as "100:104" (the end is left out)."""
+    first, colon, end = text.partition(":")
+    # isascii, because isdigit alone takes superscripts.
+    if not (colon and all(part.isascii() and part.isdigit() for part in (first, end)) and int(first) < int(end)):
+        raise ConfigurationError(f'--timeline {text!r}: give the first update and the one after the last, as "100:104"')
+    return range(int(first), int(end))
 
 
 def _choice(flag: str, value: str, known: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from adapipe.errors import EngineError, TransportError
+from adapipe.schedule import laws
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -33,9 +34,6 @@ Vector = NDArray[np.float64]
 
 EXCHANGE_LENGTH = 2
 """Numbers that every stage gives to an exchange."""
-
-SEND_SLOTS = 2
-"""Messages on their way per directed edge. A third send waits until the first has arrived."""
 
 
 class Direction(Enum):
@@ -108,6 +106,17 @@ class Ring:
         self.slots = slots
         self._name = name
         self._holder: list[int | None] = [None] * slots
+        self._end = 0
+
+    def begin_phase(self) -> None:
+        """Microbatches may be numbered anew. Raises EngineError while a slot is in use."""
+        if any(holder is not None for holder in self._holder):
+            raise EngineError(f"{self._name}: a phase begins while they are in use")
+        self._end = 0
+
+    def unclaimed(self, wanted: range) -> range:
+        """Those of `wanted` that have not been claimed in this phase; microbatches are claimed in order."""
+        return range(max(wanted.start, self._end), wanted.stop)
 
     def claim(self, microbatch: int) -> int:
         """The slot for this microbatch. Raises EngineError if another microbatch still holds it."""
@@ -119,6 +128,7 @@ class Ring:
                 f"the order has more microbatches in flight than the ring has slots ({self.slots})"
             )
         self._holder[slot] = microbatch
+        self._end = microbatch + 1
         return slot
 
     def slot_of(self, microbatch: int) -> int | None:
@@ -132,15 +142,12 @@ class Ring:
             raise EngineError(f"{self._name}: microbatch {microbatch} holds no slot")
         self._holder[slot] = None
 
-    @property
-    def used(self) -> int:
-        return sum(holder is not None for holder in self._holder)
 
-
-def receive_slots(direction: Direction, stage: int, stages: int) -> int:
-    """Slots of a receiving ring. An activation holds its slot from the posted receive to its backward: at most P - s
-    are in flight, one more is posted ahead. A gradient is used up at once."""
-    return stages - stage + 1 if direction is Direction.DOWN else 2
+def receive_slots(direction: Direction, stage: int, stages: int, in_flight: int) -> int:
+    """Slots of a receiving ring, with `in_flight` microbatches in flight per hop."""
+    if direction is Direction.UP:
+        return laws.gradient_slots(in_flight)
+    return laws.activation_slots(laws.warm_up(stage, stages, in_flight), in_flight)
 
 
 def check_spec(agreed: TensorSpec, actual: TensorSpec, direction: Direction, stage: int, microbatch: int) -> None:
@@ -174,10 +181,11 @@ class Transport(Protocol):
         """Every edge is empty now; shapes may change. All stages call it at the same points."""
 
     def send(self, direction: Direction, microbatch: int, payload: torch.Tensor, note: Vector) -> Steps[None]:
-        """Send a copy of `payload`. Returns once it is on its way; waits while SEND_SLOTS earlier ones are."""
+        """Send a copy of `payload`. Returns once it is on its way; waits while `laws.send_slots` earlier ones are."""
 
-    def post(self, direction: Direction, microbatch: int) -> None:
-        """Make ready to receive this microbatch while computing; does nothing where the shape is not known yet."""
+    def post(self, direction: Direction, microbatches: range) -> None:
+        """Make ready to receive these while computing, those left out that already are; does nothing where the shape
+        is not known yet."""
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
         """Wait for this microbatch, which must be the next one on the edge."""

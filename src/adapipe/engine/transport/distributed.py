@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from adapipe.engine.transport.base import (
     EXCHANGE_LENGTH,
-    SEND_SLOTS,
     Direction,
     Message,
     Ring,
@@ -32,7 +31,7 @@ from adapipe.engine.transport.base import (
     receive_slots,
 )
 from adapipe.engine.world import World
-from adapipe.errors import EngineError
+from adapipe.schedule import laws
 
 _STAMP = 2  # phase, microbatch: the numbers before the note
 
@@ -84,13 +83,14 @@ class _Sender(_End):
     """The sending end of one directed edge."""
 
     def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
-        super().__init__(transport, direction, transport.stage + direction.step, SEND_SLOTS)
+        slots = laws.send_slots(transport.in_flight)
+        super().__init__(transport, direction, transport.stage + direction.step, slots)
         self._announcement: tuple[Any, torch.Tensor] | None = None
         self._sent = 0
 
     def begin_phase(self) -> None:
         """Retire what is on its way; the next message announces its shape."""
-        for slot in range(SEND_SLOTS):
+        for slot in range(len(self._works)):
             self._retire(slot)
         if self._announcement is not None:
             with self._world.losing(self._peer):
@@ -111,7 +111,7 @@ class _Sender(_End):
         assert self.spec is not None
         assert self._wire is not None
         check_spec(self.spec, spec, self._direction, self._stage, microbatch)
-        slot = self._sent % SEND_SLOTS
+        slot = self._sent % len(self._works)
         self._sent += 1
         self._retire(slot)
         self._wire.write_header(slot, phase, microbatch, note)
@@ -132,22 +132,22 @@ class _Receiver(_End):
     """The receiving end of one directed edge."""
 
     def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
-        slots = receive_slots(direction, transport.stage, transport.stages)
+        slots = receive_slots(direction, transport.stage, transport.stages, transport.in_flight)
         super().__init__(transport, direction, transport.stage - direction.step, slots)
         self._ring = Ring(slots, f"{direction.value}s of stage {transport.stage}")
 
     def begin_phase(self) -> None:
-        if self._ring.used:
-            raise EngineError(f"stage {self._stage} begins a phase while its {self._direction.value}s are in use")
+        self._ring.begin_phase()
         self.spec = None
 
-    def post(self, microbatch: int) -> None:
+    def post(self, microbatches: range) -> None:
         if self.spec is None:
             return
         assert self._wire is not None
-        slot = self._ring.claim(microbatch)
-        with self._world.losing(self._peer):
-            self._works[slot] = dist.irecv(self._wire.buffers[slot], self._peer, group=self._group)
+        for microbatch in self._ring.unclaimed(microbatches):
+            slot = self._ring.claim(microbatch)
+            with self._world.losing(self._peer):
+                self._works[slot] = dist.irecv(self._wire.buffers[slot], self._peer, group=self._group)
 
     def receive(self, phase: int, microbatch: int) -> Message:
         if self.spec is None:
@@ -158,7 +158,7 @@ class _Receiver(_End):
         assert self._wire is not None
         slot = self._ring.slot_of(microbatch)
         if slot is None:
-            self.post(microbatch)
+            self.post(range(microbatch, microbatch + 1))
             slot = microbatch % self._ring.slots
         with self._world.losing(self._peer):
             self._works[slot].wait()
@@ -226,11 +226,12 @@ class _Exchange:
 class DistributedTransport:
     """The edges of the stage that this rank is."""
 
-    def __init__(self, world: World, note_length: int) -> None:
+    def __init__(self, world: World, note_length: int, in_flight: int = 1) -> None:
         self.world = world
         self.stage = world.rank
         self.stages = world.size
         self.note_length = note_length
+        self.in_flight = in_flight
         self._phase = 0
         self._exchange = _Exchange(world)
         self._senders: dict[Direction, _Sender] = {}
@@ -255,8 +256,8 @@ class DistributedTransport:
         return
         yield  # a generator that never waits here: torch.distributed blocks by itself
 
-    def post(self, direction: Direction, microbatch: int) -> None:
-        self._receivers[direction].post(microbatch)
+    def post(self, direction: Direction, microbatches: range) -> None:
+        self._receivers[direction].post(microbatches)
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
         return self._receivers[direction].receive(self._phase, microbatch)

@@ -1,14 +1,19 @@
-"""All stages in one thread: edges are queues, and waiting is yielding to the other stages."""
+"""All stages in one thread: edges are queues, and waiting is yielding to the other stages.
+
+Messages carry the time at which they arrive, which a virtual clock waits for: when they leave and how long they take is
+what the links say. With wall clocks the links take no time.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from adapipe.engine.clock import Clock
 from adapipe.engine.transport.base import (
-    SEND_SLOTS,
     Direction,
     Message,
     Ring,
@@ -20,14 +25,24 @@ from adapipe.engine.transport.base import (
     receive_slots,
 )
 from adapipe.errors import EngineError
+from adapipe.schedule import laws
+from adapipe.schedule.cost import LinkCost, gather_times
 
 
 class _Edge:
-    """One directed edge: the messages on it and the shape agreed for this phase."""
+    """One directed edge: the messages on it with their times of arrival, and the shape agreed for this phase."""
 
-    def __init__(self) -> None:
-        self.queue: deque[tuple[int, int, torch.Tensor, Vector]] = deque()
+    def __init__(self, link: LinkCost, send_slots: int) -> None:
+        self.link = link
+        self.send_slots = send_slots
+        self.queue: deque[tuple[int, int, torch.Tensor, Vector, float]] = deque()
         self.spec: TensorSpec | None = None
+        self.left: deque[float] = deque([0.0], maxlen=send_slots)  # when the last messages had left their sender
+
+    def carry(self, now: float, nbytes: int) -> float:
+        """Send a message at time `now`, or when the one before it has left. Returns when it arrives."""
+        self.left.append(max(now, self.left[-1]) + nbytes / self.link.bandwidth)
+        return self.left[-1] + self.link.latency
 
 
 def _as_received(payload: torch.Tensor) -> torch.Tensor:
@@ -36,14 +51,26 @@ def _as_received(payload: torch.Tensor) -> torch.Tensor:
 
 
 class Hub:
-    """What the stages of one in-process pipeline share. `events` grows whenever anything happens."""
+    """What the stages of one in-process pipeline share. `events` grows whenever anything happens.
 
-    def __init__(self, stages: int, note_length: int) -> None:
-        self.stages = stages
+    clocks: of each stage. links: between each two neighbours; None for links that take no time.
+    """
+
+    def __init__(
+        self, clocks: Sequence[Clock], note_length: int, in_flight: int = 1, links: Sequence[LinkCost] | None = None
+    ) -> None:
+        self.clocks = clocks
+        self.stages = len(clocks)
         self.note_length = note_length
+        self.in_flight = in_flight
         self.events = 0
-        self.edges = {(direction, stage): _Edge() for direction in Direction for stage in range(stages)}
-        self.gathered: dict[int, list[Vector | None]] = {}  # by round: the rows that have come in
+        self.links = tuple(links) if links is not None else (LinkCost(),) * (self.stages - 1)
+        slots = laws.send_slots(in_flight)
+        self.edges: dict[tuple[Direction, int], _Edge] = {}  # by direction and sender
+        for stage, link in enumerate(self.links):
+            self.edges[Direction.DOWN, stage] = _Edge(link, slots)
+            self.edges[Direction.UP, stage + 1] = _Edge(link, slots)
+        self.gathered: dict[int, list[tuple[Vector, float] | None]] = {}  # by round: the rows that have come in, when
         self.readers: dict[int, int] = {}  # by round: how many stages have read it
 
     def transports(self) -> list[InProcessTransport]:
@@ -56,21 +83,27 @@ class InProcessTransport:
 
     def __init__(self, hub: Hub, stage: int) -> None:
         self._hub = hub
+        self._clock = hub.clocks[stage]
         self.stage = stage
         self.stages = hub.stages
         self.note_length = hub.note_length
         self._phase = 0
         self._round = 0
         self._rings = {
-            direction: Ring(receive_slots(direction, stage, hub.stages), f"{direction.value}s of stage {stage}")
+            direction: Ring(
+                receive_slots(direction, stage, hub.stages, hub.in_flight), f"{direction.value}s of stage {stage}"
+            )
             for direction in Direction
         }
 
     def begin_phase(self) -> None:
         self._phase += 1
         for direction, ring in self._rings.items():
-            edge = self._hub.edges[direction, self.stage]  # the outgoing one: its sender begins it anew
-            if edge.queue or ring.used:
+            ring.begin_phase()
+            edge = self._hub.edges.get((direction, self.stage))  # the outgoing one: its sender begins it anew
+            if edge is None:
+                continue
+            if edge.queue:
                 raise EngineError(f"stage {self.stage} begins a phase while its {direction.value}s are on their way")
             edge.spec = None
 
@@ -80,23 +113,30 @@ class InProcessTransport:
         if edge.spec is None:
             edge.spec = spec
         check_spec(edge.spec, spec, direction, self.stage, microbatch)
-        while len(edge.queue) > SEND_SLOTS:  # one more than the slots: the receiver has posted one receive
+        # As many as there are slots, and those that the receiver has posted receives for.
+        while len(edge.queue) >= edge.send_slots + laws.receives_ahead(self._hub.in_flight):
             yield
-        edge.queue.append((self._phase, microbatch, _as_received(payload), note.copy()))
+        if len(edge.left) == edge.send_slots:
+            self._clock.wait_until(edge.left[0])
+        arrives = edge.carry(self._clock.now(), spec.nbytes)
+        edge.queue.append((self._phase, microbatch, _as_received(payload), note.copy(), arrives))
         self._hub.events += 1
 
-    def post(self, direction: Direction, microbatch: int) -> None:
-        self._rings[direction].claim(microbatch)
+    def post(self, direction: Direction, microbatches: range) -> None:
+        ring = self._rings[direction]
+        for microbatch in ring.unclaimed(microbatches):
+            ring.claim(microbatch)
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
         if self._rings[direction].slot_of(microbatch) is None:
-            self.post(direction, microbatch)
+            self.post(direction, range(microbatch, microbatch + 1))
         queue = self._hub.edges[direction, self.stage - direction.step].queue
         while not queue:
             yield
-        phase, number, payload, note = queue.popleft()
+        phase, number, payload, note, arrives = queue.popleft()
         self._hub.events += 1
         check_stamp(phase, number, (self._phase, microbatch), direction, self.stage)
+        self._clock.wait_until(arrives)
         return Message(payload, note)
 
     def release(self, direction: Direction, microbatch: int) -> None:
@@ -112,11 +152,14 @@ class InProcessTransport:
         hub, current = self._hub, self._round
         self._round += 1
         rows = hub.gathered.setdefault(current, [None] * self.stages)
-        rows[self.stage] = row.copy()
+        rows[self.stage] = row.copy(), self._clock.now()
         hub.events += 1
         while any(other is None for other in rows):
             yield
         hub.readers[current] = hub.readers.get(current, 0) + 1
         if hub.readers[current] == self.stages:
             del hub.gathered[current], hub.readers[current]
-        return np.stack([other for other in rows if other is not None])
+        known = [other for other in rows if other is not None]
+        latencies = [link.latency for link in hub.links]
+        self._clock.wait_until(gather_times([entered for _, entered in known], latencies)[self.stage])
+        return np.stack([other for other, _ in known])
