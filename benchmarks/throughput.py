@@ -22,42 +22,25 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import RankArm, adamw, corpus_batches, run_ranks, stage_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from adapipe.data.corpus import load_corpus
 from adapipe.data.sampler import Sampler
-from adapipe.engine.bulletin import Bulletin
-from adapipe.engine.clock import WallClock
-from adapipe.engine.pipeline import Pipeline
-from adapipe.engine.runtime import Runtime
-from adapipe.engine.stage import Stage
-from adapipe.engine.transport.distributed import DistributedTransport
-from adapipe.engine.work import Work
 from adapipe.engine.world import World
-from adapipe.models.gpt import fill_gpt_weight, gpt_blocks, language_model_loss
-from adapipe.models.initial import initialise_by_name
-from adapipe.models.partition import partition
+from adapipe.models.gpt import language_model_loss
 from adapipe.models.shape import GPTConfig
-from adapipe.models.stages import block_costs, stage_module
-from adapipe.run import count_tokens
 
 STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH, K = 2, 4, 256, 128, 2, 4
 ARMS = ("sync", "torch", "async", "bound")
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 class Laps:
@@ -77,22 +60,12 @@ class AdaPipeArm:
     """One of our two modes. Like all arms, a call makes `updates` updates and returns the seconds of each."""
 
     def __init__(self, world: World, module: nn.Module, batches: Sampler, synchronous: bool) -> None:
-        last = world.rank == STAGES - 1
-        stage = Stage(module, world.rank, STAGES, loss=language_model_loss if last else None, optimizer=adamw)
-        transport = DistributedTransport(world, Bulletin.length(STAGES))
-        runtime = Runtime(
-            stage, transport, WallClock(), batches, microbatches=K, clip=None, count=count_tokens, rank=world.rank
-        )
+        self._arm = RankArm(world, module, batches, K)
         self._rank = world.rank
-        self._pipeline = Pipeline([runtime])
-        self._pipeline.begin_phase()
         self._synchronous = synchronous
-        self._done = 0
 
     def __call__(self, updates: int) -> list[float]:
-        flush_every = 1 if self._synchronous else updates
-        report = self._pipeline.run(Work(self._done, updates, flush_every, lambda update: 1.0))
-        self._done += updates
+        report = self._arm.run(updates, synchronous=self._synchronous)
         return [float(seconds) for seconds in report.field("seconds")[self._rank]]
 
 
@@ -157,10 +130,8 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
     torch.set_num_threads(1)
     world = World.join(torch.device("cpu"), init_method=f"file://{folder / 'rendezvous'}", rank=rank, size=STAGES)
     config = GPTConfig(layers=LAYERS, width=WIDTH, heads=4, sequence_length=SEQUENCE)
-    blocks = gpt_blocks(config)
-    module = stage_module(blocks, partition(block_costs(blocks), STAGES)[rank])
-    initialise_by_name(module, 0, fill_gpt_weight(config))
-    batches = Sampler(load_corpus().train, SEQUENCE, MICROBATCH, seed=0)
+    module = stage_of(config, STAGES, rank)
+    batches = corpus_batches(config, MICROBATCH)
     arms: dict[str, Callable[[int], list[float]]] = {
         "sync": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=True),
         "torch": TorchArm(world, copy.deepcopy(module), batches),
@@ -181,18 +152,6 @@ def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
     world.close()
 
 
-def run_ranks(target: Callable[..., None], *arguments: Any) -> None:
-    """Run `target(rank, *arguments)` in one process per stage. Raises if one fails."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=target, args=(rank, *arguments)) for rank in range(STAGES)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in ranks]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=24)
@@ -202,7 +161,7 @@ def main() -> None:
         parser.error("give at least 1 repeat of 3 updates")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_ranks(measure, folder, options.repeats, options.updates)
+        run_ranks(measure, STAGES, folder, options.repeats, options.updates)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
     times = {arm: [max(pair) for pair in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in ARMS}
     tokens = K * MICROBATCH * SEQUENCE

@@ -66,7 +66,11 @@ def test_a_file_typed_by_hand(tmp_path: Path):
         ("seed = -1\n" + TWO, "seed = -1"),
         ("jitter = -0.1\n" + TWO, "jitter = -0.1"),
         ("tokens = 0\n" + TWO, "tokens = 0: a microbatch has at least 1"),
-        (TWO.replace("forward = 1", "forward = 0", 1), "stage 0: forward = 0: give a number above 0"),
+        (
+            TWO.replace("= 1", "= 0").replace("= 2", "= 0").replace("t = 0", "t = 1"),
+            "forward and backward are 0 on every",
+        ),
+        (TWO.replace("forward = 1", "forward = -1", 1), "stage 0: forward = -1: give a number that is not negative"),
         (TWO.replace("backward = 2", "backward = -2", 1), "stage 0: backward = -2"),
         (TWO.replace("backward = 2", "backward = inf", 1), "stage 0: backward = inf"),
         (TWO.replace("backward = 2", "backward = 2\nslow = 0", 1), "stage 0: slow = 0"),

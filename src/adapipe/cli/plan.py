@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +16,13 @@ from adapipe.errors import ConfigurationError
 from adapipe.models.costs import gpt_cost
 from adapipe.models.shape import GPTConfig
 from adapipe.schedule.cost import CostModel, read_cost
-from adapipe.schedule.plan import Estimate, candidates, estimate, hiding_in_flight, recommend
+from adapipe.schedule.plan import Estimate, candidates, estimate, hiding_in_flight, recommend, seconds_per_update
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+WORTH_SAYING = 1.05
+"""Times as fast."""
 
 MOST_ROWS = 12
 """Stages in the table of one plan; those between the first and the last ones are left out."""
@@ -46,6 +49,8 @@ class PlanConfig(CostOptions):
     """Describe a model: its transformer blocks."""
     width: int = 1024
     """Width of the residual stream."""
+    heads: int = 16
+    """Attention heads; must divide the width."""
     vocabulary: int = 256
     """Tokens in the vocabulary."""
     sequence_length: int = 1024
@@ -106,11 +111,14 @@ def _plan(config: PlanConfig) -> None:
     console.print(f"recommended: {flags}\nbecause: {reason}", markup=False, soft_wrap=True)
     hiding = hiding_in_flight(costs(c.stages))
     if hiding > c.in_flight:
-        console.print(
-            f"messages are slow: --in-flight {hiding} would hide them, at the price of memory and staleness",
-            markup=False,
-            soft_wrap=True,
-        )
+        gain = best.seconds_per_update / seconds_per_update(replace(c, in_flight=hiding), costs(c.stages))
+        if gain >= WORTH_SAYING:
+            console.print(
+                f"messages are slow: --in-flight {hiding} would hide them and be {gain:.2f} times as fast, at the "
+                f"price of memory{'' if c.synchronous else f' and {hiding / c.in_flight:g} times the staleness'}",
+                markup=False,
+                soft_wrap=True,
+            )
     console.print(_stages(best))
     _draw(best, costs(c.stages), config.picture)
     console.print(f"timeline drawn to {config.picture}", markup=False, soft_wrap=True)
@@ -130,10 +138,9 @@ def _costs(config: PlanConfig) -> Callable[[int], CostModel]:
     shape = GPTConfig(
         layers=config.layers,
         width=config.width,
-        heads=1,
+        heads=config.heads,
         vocabulary=config.vocabulary,
         sequence_length=config.sequence_length,
-        positions="learned" if config.width % 2 else "rotary",
     )
     link, tflops = link_of(config), config.tflops
     return lambda stages: gpt_cost(

@@ -87,6 +87,9 @@ class CostModel:
             )
         for number, stage in enumerate(self.stages):
             self._check_stage(f"stage {number}", stage)
+        # A stage may take no time (an embedding), but not all of them.
+        if not any(stage.forward + stage.backward for stage in self.stages):
+            raise ConfigurationError("forward and backward are 0 on every stage: give times above 0")
         for number, link in enumerate(self.links):
             _not_negative(f"link {number}: latency", link.latency)
             if not link.bandwidth > 0:
@@ -98,11 +101,9 @@ class CostModel:
 
     @staticmethod
     def _check_stage(where: str, stage: StageCost) -> None:
-        for name in ("forward", "backward", "slow"):
-            value = getattr(stage, name)
-            if not 0 < value < math.inf:
-                raise ConfigurationError(f"{where}: {name} = {value:g}: give a number above 0")
-        for name in ("update", "backward_input", "backward_weight", *_MEMORY):
+        if not 0 < stage.slow < math.inf:
+            raise ConfigurationError(f"{where}: slow = {stage.slow:g}: give a number above 0")
+        for name in ("forward", "backward", "update", "backward_input", "backward_weight", *_MEMORY):
             if getattr(stage, name) is not None:
                 _not_negative(f"{where}: {name}", getattr(stage, name))
         known = [name for name in _MEMORY if getattr(stage, name) is not None]
@@ -149,7 +150,7 @@ def equal_stages(
         tokens=tokens,
         jitter=jitter,
         seed=seed,
-        source=f"{stages} equal stages",
+        source=f"equal stages, {1e3 * forward:g} ms forward, {1e3 * backward:g} backward, {1e3 * update:g} update",
     )
 
 

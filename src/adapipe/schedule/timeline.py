@@ -50,7 +50,7 @@ def simulate(table: OrderTable, cost: CostModel, *, synchronous: bool, in_flight
     cost.require(table.stages)
     stages, every = table.stages, np.arange(table.stages)
     messages = _Messages(table, cost, laws.send_slots(in_flight))
-    updates = (CODES[Kind.UPDATE] == table.kinds.T) & synchronous
+    updates = np.equal(table.kinds.T, CODES[Kind.UPDATE])
     lasts = _durations(table, cost)
     starts, ends, waits = np.full((3, *lasts.shape), np.nan)
     lengths = (table.kinds != NOTHING).sum(1)
