@@ -91,6 +91,12 @@ class SharedTwice(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
+def used_twice() -> nn.Module:
+    """One module in three places, at two depths."""
+    shared = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(shared, nn.Tanh(), nn.Sequential(shared, nn.LayerNorm(WIDTH)), shared)
+
+
 class PartlyFrozen(nn.Module):
     """A frozen Linear between trainable ones, as under an adapter."""
 
@@ -116,6 +122,7 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
     "deep": lambda: nn.Sequential(*(CausalAttention() for _ in range(3)), nn.LayerNorm(WIDTH), Scale(), Product()),
     "shared under two names": SharedTwice,
+    "module used twice": used_twice,
     "partly frozen": PartlyFrozen,
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
 }

@@ -33,10 +33,12 @@ class VersionStore:
     """
 
     def __init__(self, module: nn.Module, *, check: bool = False) -> None:
-        # A parameter used under two names gets one leaf under both, or functional_call would split it.
+        # A parameter of two modules gets one leaf under both names, or functional_call would split it. A module in two
+        # places gets one name: under two, functional_call would leave the leaf in it, and the parameter in the version.
         self._named = {
-            name: parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
+            f"{place}.{name}" if place else name: parameter
+            for place, part in module.named_modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
             if parameter.requires_grad
         }
         self.parameters: list[nn.Parameter] = list(dict.fromkeys(self._named.values()))
