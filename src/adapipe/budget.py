@@ -34,11 +34,5 @@ class Budget:
         left = (self.seconds or 0.0) - seconds
         return 0 if left <= 0 else max(1, round(left / seconds_per_update))
 
-    def seconds_left(self, updates: int, seconds: float, seconds_per_update: float) -> float:
-        """Seconds of training clock that are left; for a budget in updates an estimate."""
-        if self.seconds is not None:
-            return max(0.0, self.seconds - seconds)
-        return self.updates_left(updates, seconds, seconds_per_update) * seconds_per_update
-
     def spent(self, updates: int, seconds: float) -> bool:
         return self.fraction(updates, seconds) >= 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ def train(
         folder = None
         if out is not None and rank == 0:
             folder = RunFolder(Path(out), overwrite=overwrite, config=config, cost=emulate)
-        observer = _Observer(folder, make_progress(progress and rank == 0))
+        observer = _Observer(folder, make_progress(progress and rank == 0), virtual=emulate is not None)
         settings = Settings(
             budget=options.budget,
             schedule=options.schedule(),
@@ -290,12 +291,15 @@ def _spans(parts: Sequence[range]) -> str:
 class _Observer:
     """Passes what happens on to the folder and the display."""
 
-    def __init__(self, folder: RunFolder | None, progress: Progress) -> None:
+    def __init__(self, folder: RunFolder | None, progress: Progress, *, virtual: bool) -> None:
+        self._virtual = virtual
+        self._started = time.monotonic()
         self._folder = folder
         self._progress = progress
         self._mode: str | None = None
 
     def start(self, header: str) -> None:
+        self._started = time.monotonic()
         self._progress.start(header)
 
     def stop(self) -> None:
@@ -326,6 +330,8 @@ class _Observer:
     def progress(
         self, *, update: int, fraction: float, seconds: float, mode: str, loss: float | None, tally: Tally
     ) -> None:
+        # Who watches an emulated run waits in real time.
+        spent = time.monotonic() - self._started if self._virtual else seconds
         self._progress.update(
             update=update,
             fraction=fraction,
@@ -333,5 +339,5 @@ class _Observer:
             loss=loss,
             tokens_per_second=tally.tokens_per_second(mode),
             idle_share=tally.idle_share(mode),
-            seconds_left=seconds * (1 - fraction) / fraction if seconds > 1 and fraction > 0 else None,
+            seconds_left=spent * (1 - fraction) / fraction if spent > 1 and fraction > 0 else None,
         )

@@ -50,12 +50,17 @@ def profile_command(arguments: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"adapipe profile: {error}", file=sys.stderr)
         return BAD_INPUT
-    if launched_world_size() is None and 1 < config.stages <= len(os.sched_getaffinity(0)):
+    if launched_world_size() is None and 1 < config.stages <= cores():
         from adapipe.cli.launch import launch_ranks
 
         return launch_ranks(config.stages, ["profile", *arguments])
     be_a_rank(config.device)
     return guarded("adapipe profile", lambda: _profile(config, checked))
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _checked(config: ProfileConfig) -> Checked:
