@@ -144,6 +144,32 @@ def test_asynchronous_equals_a_replay_of_the_version_law(
         assert (report.field("clip_norm")[:, 1:] > clip).all(), "this clip is not active"
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 3), (3, 2), (4, 1), (4, 3)])
+@pytest.mark.parametrize("in_flight", [2, 4])
+@pytest.mark.parametrize("segments", [[12], [3, 3, 3]], ids=["one-segment", "flush-every-3"])
+def test_more_in_flight_equals_a_replay_with_more_delay(
+    stages: int, microbatches: int, in_flight: int, segments: list[int]
+):
+    """Losses, norms and weights; what stages know of each other's norms is older in proportion."""
+    expected = reference.replay(stages, microbatches, segments, clip=CLIP, optimizer=toys.adamw, in_flight=in_flight)
+    pipeline = toys.in_process(stages, microbatches=microbatches, clip=CLIP, in_flight=in_flight)
+    report = pipeline.run(toys.work(sum(segments), segments[0]))
+    close(report.field("loss")[-1], np.array(expected.losses))
+    close(report.field("squared_norm").T, np.array(expected.squared_norms))
+    close(report.field("clip_norm").T, np.array(expected.clip_norms))
+    close(toys.weights(pipeline), expected.weights)
+    oldest = max(age for update in expected.ages for known in update for age in known)
+    assert oldest <= 1 + -(-in_flight * (stages - 1) // microbatches)
+
+
+@pytest.mark.parametrize("in_flight", [2, 5])
+def test_more_in_flight_changes_nothing_in_synchronous_updates(in_flight: int):
+    plain, ahead = (toys.in_process(3, microbatches=7, clip=CLIP, in_flight=h) for h in (1, in_flight))
+    reports = [pipeline.run(toys.work(5, 1)) for pipeline in (plain, ahead)]
+    np.testing.assert_array_equal(reports[0].field("loss"), reports[1].field("loss"))
+    assert all(map(torch.equal, toys.weights(plain), toys.weights(ahead)))
+
+
 def test_asynchronous_differs_from_synchronous():
     """The replay would prove little if stale weights made no difference."""
     losses = [toys.in_process(4, microbatches=1).run(toys.work(9, n)).field("loss")[-1] for n in (1, 9)]

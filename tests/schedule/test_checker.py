@@ -58,20 +58,20 @@ def replay(order: Sequence[Action], microbatches: int, first_update: int) -> tup
 # What every segment must satisfy.
 
 
-@given(stages_, microbatches_, updates_, first_updates_)
+@given(stages_, microbatches_, updates_, first_updates_, st.integers(1, 4))
 @settings(deadline=None)
 def test_every_segment_passes_with_the_figures_of_the_laws(
-    stages: int, microbatches: int, updates: int, first_update: int
+    stages: int, microbatches: int, updates: int, first_update: int, in_flight: int
 ) -> None:
-    report = check_segment(stages, microbatches, updates, first_update)
+    report = check_segment(stages, microbatches, updates, first_update, in_flight)
     total = updates * microbatches
     assert len(report.stages) == stages
     for stage, figures in enumerate(report.stages):
-        delay = stages - 1 - stage  # how many forwards a stage is ahead of its backwards
+        delay = in_flight * (stages - 1 - stage)  # how many forwards a stage is ahead of its backwards
         reads = [max(0, (j - delay) // microbatches) for j in range(total)]
         first = first_update * microbatches
         assert dict(figures.staleness) == {first + j: j // microbatches - reads[j] for j in range(total)}
-        assert figures.peak_in_flight == min(stages - stage, total)
+        assert figures.peak_in_flight == min(1 + delay, total)
         applied = range(microbatches, total + 1, microbatches)  # backwards before each update
         assert figures.peak_versions == max(
             len({*reads[done : done + delay], done // microbatches}) for done in applied
