@@ -6,10 +6,10 @@ STAMP := $(VENV)/.complete
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint format benchmark clean
+.PHONY: help train test test-slow lint format benchmark benchmark-emulator clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=...      the interpreter that .venv is made with (python3)"
 
@@ -41,6 +41,9 @@ format: $(STAMP)  ## format the code, and fix what ruff can fix
 
 benchmark: $(STAMP)  ## the throughput figures of the README
 	$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+benchmark-emulator: $(STAMP)  ## the emulator against reality, and what it costs
+	$(BIN)/python benchmarks/emulator.py $(ARGS)
 
 clean:  ## remove .venv, caches and build leftovers; never results
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from adapipe.policy.base import is_evaluation
 from adapipe.reports import metrics
 from adapipe.reports.metrics import read_metrics
 from adapipe.run import Result, count_tokens
+from adapipe.schedule.cost import LinkCost, equal_stages, read_cost
+from adapipe.schedule.timeline import synchronous_timeline
 from adapipe.training.learning_rate import learning_rate_schedule
 from tests.engine import toys
 from tests.worlds import run_world
@@ -288,6 +291,11 @@ def tied_across() -> list[nn.Module]:
         ({"costs": [1, 1, 1, 1, 1]}, "cost"),
         ({"held_out": []}, "held_out"),
         ({"target_perplexity": 5.0}, "held_out"),
+        ({"in_flight": 0}, "--in-flight 0"),
+        ({"timeline": range(3, 3)}, "timeline range(3, 3) names no updates"),
+        ({"timeline": range(-1, 3)}, "timeline range(-1, 3)"),
+        ({"timeline": range(0, 9, 3)}, "timeline range(0, 9, 3)"),
+        ({"emulate": equal_stages(3, 1, 1)}, "the cost model is of 3 stages, the pipeline has 2"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
@@ -521,6 +529,66 @@ def test_the_display_can_be_switched_off(capfd: pytest.CaptureFixture[str]) -> N
 # -- real ranks ------------------------------------------------------------------------------------------------------
 
 PLANS = {"sync": "sync:1", "async": "async:1", "mixed": "sync:3,async:4"}
+
+
+# -- emulated ------------------------------------------------------------------------------------------------------
+
+
+def test_an_emulated_run_is_the_run_in_virtual_time(tmp_path: Path) -> None:
+    cost = equal_stages(2, 1.0, 2.0, 0.5, link=LinkCost(0.25))
+    options: dict[str, Any] = {"plan": "sync:3,async:5", "updates": 8, "held_out": HELD_OUT, "seed": 3}
+    real = train(**options, out=tmp_path / "real")
+    emulated = train(**options, out=tmp_path / "emulated", emulate=cost, timeline=range(3))
+    assert losses(tmp_path / "real") == losses(tmp_path / "emulated")
+    assert_same(weights(real), weights(emulated))
+    assert (real.summary["clock"], emulated.summary["clock"]) == ("wall", "virtual")
+    assert read_cost(tmp_path / "emulated" / "cost.toml") == cost
+    assert not (tmp_path / "real" / "cost.toml").exists()
+
+    expected = synchronous_timeline(cost, 2, 3)
+    assert emulated.timeline is not None
+    # The first evaluation, of three forwards per stage and a message after each, comes before.
+    start = emulated.timeline.starts[0, 0]
+    np.testing.assert_allclose(emulated.timeline.ends - start, expected.ends)
+    np.testing.assert_array_equal(emulated.timeline.table.indices, expected.table.indices)
+    assert (tmp_path / "emulated" / "timeline.png").exists()
+    # The stretch ends when stage 0 knows that stage 1 has flushed, which made its update a hop later.
+    phases = {phase["mode"]: phase["seconds"] for phase in emulated.summary["phases"]}
+    assert phases["sync"] == pytest.approx(expected.ends[0, -1] + 2 * 0.25)
+
+
+def test_a_timeline_that_the_run_did_not_reach_is_none(tmp_path: Path) -> None:
+    result = train(updates=3, timeline=range(5, 7), out=tmp_path / "run")
+    assert result.timeline is None
+    assert not (tmp_path / "run" / "timeline.png").exists()
+    cut = train(updates=3, timeline=range(2, 7)).timeline
+    assert cut is not None
+    assert cut.table.kinds.tolist() == [[0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
+
+
+def test_memory_is_measured_on_demand(tmp_path: Path) -> None:
+    assert train(updates=1).memory is None
+    result = train(updates=2, measure_memory=True, out=tmp_path / "run")
+    assert result.memory is not None
+    parameters = [sum(p.numel() for p in module.parameters()) for module in result.modules]
+    assert [use.weight_bytes for use in result.memory] == [4 * count for count in parameters]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [stage["gradients"] for stage in summary["peak_memory"]] == [4 * count for count in parameters]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_more_in_flight_is_staler(in_flight: int, tmp_path: Path) -> None:
+    train(mode="async", updates=20, stages=3, in_flight=in_flight, out=tmp_path / "run")
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if not is_evaluation(line)]
+    assert lines[-5]["staleness"] == [in_flight, in_flight / 2, 0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["in_flight"] == in_flight
+
+
+def test_an_emulated_run_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigurationError, match="all its stages in one process: start it without torchrun"):
+        train(updates=1, emulate=equal_stages(2, 1, 1))
 
 
 def ranks_train(world: World, out: Path) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:

@@ -12,7 +12,9 @@ from adapipe.errors import ConfigurationError
 from adapipe.policy import Decision
 from adapipe.reports.curves import draw_curves
 from adapipe.reports.metrics import MetricsWriter, read_metrics, write_json
+from adapipe.schedule.actions import Kind
 from adapipe.schedule.cost import CostModel, cost_toml
+from adapipe.schedule.table import CODES
 from adapipe.schedule.timeline import Timeline
 
 _FILES = ("config.toml", "metrics.jsonl", "decisions.jsonl", "summary.json", "curves.png", "cost.toml", "timeline.png")
@@ -97,5 +99,7 @@ class RunFolder:
             from adapipe.reports.timeline import Panel, draw_timeline
 
             table = timeline.table
+            updates = table.indices[table.kinds == CODES[Kind.UPDATE]]
+            title += f", updates {updates.min()} to {updates.max()}"
             panel = Panel(title, table.kinds, table.indices, timeline.starts, timeline.ends)
             draw_timeline([panel], self.path / "timeline.png", clock=summary["clock"])

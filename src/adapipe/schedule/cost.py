@@ -45,10 +45,6 @@ class StageCost:
         """What an action of this kind lasts, without jitter."""
         return self.slow * {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.UPDATE: self.update}[kind]
 
-    @property
-    def knows_memory(self) -> bool:
-        return self.weight_bytes is not None
-
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
@@ -109,6 +105,11 @@ class CostModel:
         known = [name for name in _MEMORY if getattr(stage, name) is not None]
         if known and len(known) < len(_MEMORY):
             raise ConfigurationError(f"{where}: {', '.join(known)} given alone: give all of {', '.join(_MEMORY)}")
+
+    @property
+    def knows_memory(self) -> bool:
+        """Does it say how many bytes every stage needs?"""
+        return all(stage.weight_bytes is not None for stage in self.stages)
 
     def require(self, stages: int) -> None:
         """Raise ConfigurationError unless this is a model of so many stages."""

@@ -37,7 +37,7 @@ def peak_memory(cost: CostModel, microbatches: int, *, synchronous: bool, in_fli
 
     Raises ConfigurationError if the cost model does not know the bytes of its stages.
     """
-    if not all(stage.knows_memory for stage in cost.stages):
+    if not cost.knows_memory:
         raise ConfigurationError("the cost model does not say how many bytes its stages need: profile again")
     stages = len(cost.stages)
     weights = np.array([stage.weight_bytes for stage in cost.stages])
