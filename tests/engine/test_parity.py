@@ -124,6 +124,15 @@ def _count_calls(thing: Any, name: str) -> list[None]:
 # -- asynchronous --------------------------------------------------------------------------------------------------
 
 
+def replayed(report: Any, pipeline: Any, expected: reference.Trajectory) -> int:
+    """A run did what the replay says. Returns how many updates old a norm was at most."""
+    close(report.field("loss")[-1], np.array(expected.losses))
+    close(report.field("squared_norm").T, np.array(expected.squared_norms))
+    close(report.field("clip_norm").T, np.array(expected.clip_norms))
+    close(toys.weights(pipeline), expected.weights)
+    return max(age for update in expected.ages for known in update for age in known)
+
+
 @grid
 @clipped
 @pytest.mark.parametrize("segments", [[9], [3, 3, 3, 1]], ids=["one-segment", "flush-every-3"])
@@ -134,12 +143,7 @@ def test_asynchronous_equals_a_replay_of_the_version_law(
     expected = reference.replay(stages, microbatches, segments, clip=clip, optimizer=optimizer)
     pipeline = toys.in_process(stages, microbatches=microbatches, clip=clip, optimizer=optimizer)
     report = pipeline.run(toys.work(sum(segments), segments[0]))
-    close(report.field("loss")[-1], np.array(expected.losses))
-    close(report.field("squared_norm").T, np.array(expected.squared_norms))
-    close(report.field("clip_norm").T, np.array(expected.clip_norms))
-    close(toys.weights(pipeline), expected.weights)
-    oldest = max(age for update in expected.ages for known in update for age in known)
-    assert oldest <= 1 + -(-(stages - 1) // microbatches)
+    assert replayed(report, pipeline, expected) <= 1 + -(-(stages - 1) // microbatches)
     if clip is not None:
         assert (report.field("clip_norm")[:, 1:] > clip).all(), "this clip is not active"
 
@@ -154,12 +158,7 @@ def test_more_in_flight_equals_a_replay_with_more_delay(
     expected = reference.replay(stages, microbatches, segments, clip=CLIP, optimizer=toys.adamw, in_flight=in_flight)
     pipeline = toys.in_process(stages, microbatches=microbatches, clip=CLIP, in_flight=in_flight)
     report = pipeline.run(toys.work(sum(segments), segments[0]))
-    close(report.field("loss")[-1], np.array(expected.losses))
-    close(report.field("squared_norm").T, np.array(expected.squared_norms))
-    close(report.field("clip_norm").T, np.array(expected.clip_norms))
-    close(toys.weights(pipeline), expected.weights)
-    oldest = max(age for update in expected.ages for known in update for age in known)
-    assert oldest <= 1 + -(-in_flight * (stages - 1) // microbatches)
+    assert replayed(report, pipeline, expected) <= 1 + -(-in_flight * (stages - 1) // microbatches)
 
 
 @pytest.mark.parametrize("in_flight", [2, 5])

@@ -20,7 +20,7 @@ from adapipe.models.costs import gpt_cost
 from adapipe.models.gpt import fill_gpt_weight, gpt_blocks, language_model_loss
 from adapipe.models.initial import initialise_by_name
 from adapipe.models.partition import partition
-from adapipe.models.shape import GPTConfig
+from adapipe.models.shape import GPTConfig, gpt_figures
 from adapipe.models.stages import block_costs, stage_module
 from adapipe.run import count_tokens
 from adapipe.schedule.cost import equal_stages
@@ -103,6 +103,64 @@ def test_the_meter_keeps_nothing_alive_and_changes_no_number():
     del inputs, loss
     gc.collect()
     assert alive() is None
+
+
+def test_a_buffer_is_a_weight():
+    norm = nn.BatchNorm1d(10)  # two weights and two buffers of 10 numbers, and the count of batches
+    stage = MeteredStage(norm, 0, 1, loss=lambda output, targets: output.sum(), optimizer=toys.sgd)
+    assert stage.use.weight_bytes == 4 * 40 + 8
+
+
+def test_what_arrived_counts_even_if_autograd_did_not_save_it():
+    stage = MeteredStage(nn.Tanh(), 1, 3, optimizer=toys.sgd)
+    stage.forward(0, torch.ones(3, 10), None, versioned=False)
+    assert stage.use.activation_bytes == 120 + 120  # tanh saves its output only
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_version_but_the_current_one_is_a_set_of_weights(
+    monkeypatch: pytest.MonkeyPatch, microbatches: int, in_flight: int
+):
+    most = [0, 0, 0]
+
+    class Checked(MeteredStage):
+        def _note(self) -> None:
+            super()._note()
+            now = self._measure()
+            assert now.versions == (self.versions.live - 1) * now.weights
+            assert (now.activations > 0) == (self.in_flight > 0)
+            most[self.index] = max(most[self.index], self.versions.live - 1)
+
+    monkeypatch.setattr(toys, "Stage", Checked)
+    toys.in_process(3, microbatches=microbatches, in_flight=in_flight).run(toys.work(12, 12))
+    assert most == [-(-2 * in_flight // microbatches), -(-in_flight // microbatches), 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_figures_of_the_blocks_are_what_a_microbatch_keeps(stages: int, positions: Any, precision: str):
+    """To the byte, apart from what no block is charged for: rotary tables, and the loss's count of tokens."""
+    config = GPTConfig(layers=2, width=32, heads=4, vocabulary=50, sequence_length=16, positions=positions)
+    blocks, figures = gpt_blocks(config), gpt_figures(config, 3, 16, precision)
+    value = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(0))
+    targets = value.clone()
+    for index, part in enumerate(partition(block_costs(blocks), stages)):
+        stage = MeteredStage(
+            stage_module(blocks, part),
+            index,
+            stages,
+            loss=language_model_loss if index == stages - 1 else None,
+            optimizer=toys.sgd,
+            autocast=torch.bfloat16 if precision == "bf16" else None,
+        )
+        value = stage.forward(0, value, targets, versioned=False)
+        layers = sum(0 < block <= config.layers for block in part)
+        tables = layers * 4 * config.sequence_length * config.head_width if positions == "rotary" else 0
+        scalar = 4 if index == stages - 1 else 0
+        expected = sum(figures[block].saved_bytes for block in part) + value.nbytes
+        assert stage.use.activation_bytes == expected + tables + scalar
 
 
 def gpt_pipeline(config: GPTConfig, stages: int, microbatches: int, in_flight: int, precision: str) -> Pipeline:
