@@ -42,13 +42,17 @@ class MemoryUse:
 
 
 class MeteredStage(Stage):
-    """A stage that counts its live bytes after every forward, backward and update. Slow; it keeps no tensor alive."""
+    """A stage that counts its live bytes after every forward, backward, optimizer step and update. Slow; it keeps no
+    tensor alive."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._kept: dict[int, Storages] = {}  # by microbatch in flight: what its backward needs
         self._activation_bytes = 0
         self._peak = self._measure()
+        if self.optimizer is not None:
+            # When the weights have moved to make room for versions in flight, and the gradients are still there.
+            self.optimizer.register_step_post_hook(lambda *_: self._note())
 
     @property
     def use(self) -> MemoryUse:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ BACKGROUND = "#ffffff"
 
 # All in pixels. Rows shrink, and stages share a row, before the picture grows beyond HIGHEST.
 WIDTH, HIGHEST = 1500, 2100
-RIGHT, TOP, BOTTOM, LEGEND, BETWEEN = 45, 20, 80, 40, 22
+RIGHT, TOP, BOTTOM, LEGEND, BETWEEN = 45, 20, 80, 34, 22
 TITLE_LINE, PANEL_LINE = 28, 24
 TALLEST_ROW, LABEL_HEIGHT = 42, 22
 # Bars at least this wide have a line between them.
@@ -90,8 +90,9 @@ def draw_timeline(
         raise ValueError("a timeline needs at least one panel")
     panels = [from_zero(panel) for panel in panels]
     layout = layout_of(panels, title)
-    # A picture without time is drawn on some scale.
-    longest = max(map(_length, panels)) or 1e-6
+    longest = max(map(_length, panels))
+    if longest < 1e-12:  # no time passes, but a picture needs some scale
+        longest = 1e-6
     seconds_per_pixel = longest / layout.width
 
     figure = Figure(figsize=(WIDTH / DOTS_PER_INCH, layout.height / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
@@ -99,9 +100,9 @@ def draw_timeline(
     numbered = False
     for panel, bottom in zip(panels, layout.bottoms, strict=True):
         colours = stage_rows(panel, layout.width, seconds_per_pixel, layout.stages_per_row)
-        figure.figimage(pixel_rows(colours, layout.row, layout.gap), layout.left, bottom, origin="upper")
+        _draw_pixels(figure, pixel_rows(colours, layout.row, layout.gap), layout.left, bottom)
         numbered |= _draw_numbers(figure, panel, layout, bottom, seconds_per_pixel)
-    _draw_axes(figure, panels, layout, longest, clock)
+    _draw_axes(figure, layout, longest, clock)
     _draw_texts(figure, panels, layout, longest, title)
     _legend(figure, panels, layout, _note(panels, numbered, seconds_per_pixel))
 
@@ -194,7 +195,7 @@ def labelled_stages(stages: int, pixels_per_stage: float) -> list[int]:
 
 
 def _main_title(title: str | None) -> list[str]:
-    return textwrap.wrap(title or "", 100)
+    return textwrap.wrap(title or "", 92)
 
 
 def _panel_title(panel: Panel) -> list[str]:
@@ -214,7 +215,8 @@ def stage_rows(panel: Panel, columns: int, seconds: float, stages_per_row: int =
         rows[stage // stages_per_row] += stage_colours(*actions, columns, seconds)
     rows /= np.bincount(np.arange(len(panel.kinds)) // stages_per_row)[:, None, None]
     beyond = np.clip(np.arange(1, columns + 1) - _length(panel) / seconds, 0, 1)
-    return rows + beyond[:, None] * (_rgb(BACKGROUND) - _rgb(IDLE))
+    rows += beyond[:, None] * (_rgb(BACKGROUND) - _rgb(IDLE))
+    return rows
 
 
 def stage_colours(kinds: NDArray[np.int8], starts: Floats, ends: Floats, columns: int, seconds: float) -> Floats:
@@ -232,15 +234,18 @@ def stage_colours(kinds: NDArray[np.int8], starts: Floats, ends: Floats, columns
     # Three pieces an action: its bar, the line after it, and idle time until the next one. Times never run back, even
     # if clocks do.
     times = np.maximum.accumulate(np.stack([starts, ends - lines, ends], axis=1).ravel())
-    shown = np.zeros((len(kinds), 3, 3))
-    shown[:, 0] = np.array([_rgb(look.colour) for look in LOOKS])[kinds] - idle
-    shown[:, 1] = _rgb(BACKGROUND) - idle
-    # What is shown until a time, as an integral: a column mixes the difference between its two edges.
-    pieces = shown.reshape(-1, 3)[:-1] * np.diff(times)[:, None]
-    until = np.concatenate([np.zeros((1, 3)), np.cumsum(pieces, axis=0)])
+    pieces = np.zeros((3, len(kinds), 3))  # channels, actions, pieces; relative to idle
+    pieces[:, :, 0] = np.array([_rgb(look.colour) - idle for look in LOOKS]).T[:, kinds]
+    pieces[:, :, 1] = (_rgb(BACKGROUND) - idle)[:, None]
+    shown = pieces.reshape(3, -1)
+    # The integral of what is shown, until each time and then until each edge; a column has the difference of its edges.
+    until = np.zeros_like(shown)
+    np.cumsum(shown[:, :-1] * np.diff(times), axis=1, out=until[:, 1:])
     edges = np.arange(columns + 1) * seconds
-    at_edges = np.stack([np.interp(edges, times, channel) for channel in until.T], axis=1)
-    return idle + np.diff(at_edges, axis=0) / seconds
+    piece = np.maximum(np.searchsorted(times, edges, side="right") - 1, 0)
+    at_edges = until[:, piece] + shown[:, piece] * np.maximum(edges - times[piece], 0)
+    mixed: Floats = idle + (np.diff(at_edges) / seconds).T
+    return mixed
 
 
 def pixel_rows(colours: Floats, row: int, gap: int) -> NDArray[np.uint8]:
@@ -249,6 +254,20 @@ def pixel_rows(colours: Floats, row: int, gap: int) -> NDArray[np.uint8]:
     for line in range(gap):
         pixels[row - 1 - line :: row] = _rgb(BACKGROUND)
     return pixels
+
+
+def _draw_pixels(figure: Figure, pixels: NDArray[np.uint8], left: int, bottom: int) -> None:
+    """Every pixel as it is. An image of matplotlib would be resampled first, in more time than all the rest takes."""
+    from matplotlib.artist import Artist
+    from matplotlib.backend_bases import RendererBase
+
+    opaque = np.dstack([pixels, np.full(pixels.shape[:2], 255, np.uint8)])
+
+    class Pixels(Artist):
+        def draw(self, renderer: RendererBase) -> None:
+            renderer.draw_image(renderer.new_gc(), left, bottom, opaque[::-1])
+
+    figure.add_artist(Pixels())
 
 
 def _rgb(colour: str) -> Floats:
@@ -280,9 +299,21 @@ def number_size(panel: Panel, seconds_per_pixel: float, bar_height: int) -> floa
     return next((size for size, count in zip(sizes, counts, strict=True) if most and count >= 0.9 * most), None)
 
 
+def split_digits(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """All digits of all numbers, one after the other: which number each is of, its place in it from the left, itself."""
+    counts = digits_of(numbers)
+    number = np.repeat(np.arange(len(numbers)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return number, place, numbers[number] // 10 ** (counts[number] - 1 - place) % 10
+
+
 def _draw_numbers(figure: Figure, panel: Panel, layout: Layout, bottom: int, seconds_per_pixel: float) -> bool:
-    """A collection per digit and ink: thousands of texts would take seconds. Returns whether there are any."""
+    """Write the numbers that fit, as one collection of digits: thousands of texts would take seconds.
+
+    Returns whether there are any.
+    """
     from matplotlib.collections import PathCollection
+    from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
     from matplotlib.transforms import IdentityTransform
 
@@ -291,41 +322,35 @@ def _draw_numbers(figure: Figure, panel: Panel, layout: Layout, bottom: int, sec
     if size is None:
         return False
     stages, actions = np.nonzero(fitting(panel, seconds_per_pixel, size))
-    kinds, numbers = panel.kinds[stages, actions], panel.indices[stages, actions]
+    numbers = panel.indices[stages, actions]
     middle = (panel.starts + panel.ends)[stages, actions] / 2 / seconds_per_pixel
-    counts = digits_of(numbers)
-    x = layout.left + middle - 0.5 - counts * DIGIT_WIDTH * size / 2
-    y = bottom + (len(panel.kinds) - stages) * layout.row - bar_height / 2 - DIGIT_HEIGHT * size / 2
-    paths = [TextPath((0, 0), digit, size=size) for digit in "0123456789"]
-    inks = np.array([look.ink for look in LOOKS])[kinds]
-    for place in range(int(counts.max())):
-        digits = numbers // 10 ** np.maximum(counts - 1 - place, 0) % 10
-        for ink in np.unique(inks):
-            for digit in range(10):
-                here = (digits == digit) & (inks == ink) & (place < counts)
-                places = np.stack([x + place * DIGIT_WIDTH * size, y], axis=1)[here]
-                if len(places):
-                    figure.add_artist(
-                        PathCollection(
-                            [paths[digit]],
-                            offsets=np.rint(places),
-                            offset_transform=IdentityTransform(),
-                            transform=IdentityTransform(),
-                            facecolors=str(ink),
-                            linewidths=0,
-                        )
-                    )
+    # The line after the bar is no part of it.
+    x = layout.left + middle - 0.5 - digits_of(numbers) * DIGIT_WIDTH * size / 2
+    y = bottom + (len(panel.kinds) - stages) * layout.row - (bar_height + DIGIT_HEIGHT * size) / 2
+    number, place, digits = split_digits(numbers)
+    font = FontProperties(family="DejaVu Sans")
+    glyphs = [TextPath((0, 0), digit, size=size, prop=font) for digit in "0123456789"]
+    written = PathCollection(
+        [glyphs[digit] for digit in digits],
+        offsets=np.rint(np.stack([x[number] + place * DIGIT_WIDTH * size, y[number]], axis=1)),
+        offset_transform=IdentityTransform(),
+        facecolors=[LOOKS[kind].ink for kind in panel.kinds[stages, actions][number]],
+        linewidths=0,
+    )
+    # Already in pixels.
+    written.set_transform(IdentityTransform())
+    figure.add_artist(written)
     return True
 
 
 # --- What is around them. ---
 
 
-def _draw_axes(figure: Figure, panels: Sequence[Panel], layout: Layout, longest: float, clock: str) -> None:
-    """Axes over every panel's pixels, with the stages' names; the lowest ones have the scale of time."""
+def _draw_axes(figure: Figure, layout: Layout, longest: float, clock: str) -> None:
+    """Axes over every panel's pixels; the lowest ones name the times."""
     unit, seconds_per_unit = time_unit(longest)
-    for panel, bottom, height in zip(panels, layout.bottoms, layout.heights, strict=True):
-        lowest = panel is panels[-1]
+    for bottom, height in zip(layout.bottoms, layout.heights, strict=True):
+        lowest = bottom == layout.bottoms[-1]
         axes = figure.add_axes(
             (layout.left / WIDTH, bottom / layout.height, layout.width / WIDTH, height / layout.height)
         )
@@ -333,35 +358,40 @@ def _draw_axes(figure: Figure, panels: Sequence[Panel], layout: Layout, longest:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(RAW)
         axes.tick_params(colors=MUTED, labelsize=8.5)
-        axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", labelbottom=lowest)
         axes.set_xlim(0, longest / seconds_per_unit)
-        axes.set_ylim(height, 0)
-        pitch = layout.row / layout.stages_per_row
-        stages = labelled_stages(len(panel.kinds), pitch)
-        axes.set_yticks([(stage + 0.5) * pitch - layout.gap / 2 for stage in stages], [f"stage {s}" for s in stages])
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_yticks([])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         if lowest:
             axes.set_xlabel(f"time, {unit} ({clock} clock)", color=MUTED)
 
 
 def _draw_texts(figure: Figure, panels: Sequence[Panel], layout: Layout, longest: float, title: str | None) -> None:
-    """The title; above each panel its own, and how long it takes."""
+    """The title; above each panel its own, and how long it takes; beside it its stages."""
     unit, seconds_per_unit = time_unit(longest)
 
-    def write(text: str, x: int, y: int, **look: object) -> None:
-        figure.text(x / WIDTH, y / layout.height, text, va="top", parse_math=False, **look)  # type: ignore[arg-type]
+    def write(text: str, x: float, y: float, **look: Any) -> None:
+        figure.text(x / WIDTH, y / layout.height, text, parse_math=False, **look)
 
     for number, line in enumerate(_main_title(title)):
-        y = layout.height - TOP - number * TITLE_LINE
-        write(line, layout.left, y, fontsize=11, fontweight="bold", color=INK)
+        below = TOP + number * TITLE_LINE
+        write(line, layout.left, layout.height - below, va="top", fontsize=11, fontweight="bold", color=INK)
     for panel, bottom, height in zip(panels, layout.bottoms, layout.heights, strict=True):
-        lines = _panel_title(panel)
+        top, lines = bottom + height, _panel_title(panel)
         for number, line in enumerate(lines):
-            write(line, layout.left, bottom + height + (len(lines) - number) * PANEL_LINE, fontsize=9, color=INK)
-        takes = f"{_length(panel) / seconds_per_unit:.4g} {unit}"
-        right = WIDTH - RIGHT
-        write(takes, right, bottom + height + PANEL_LINE, fontsize=9, color=MUTED, ha="right")
+            write(line, layout.left, top + (len(lines) - number) * PANEL_LINE, va="top", fontsize=9, color=INK)
+        takes = f"{short(_length(panel) / seconds_per_unit)} {unit}"
+        write(takes, WIDTH - RIGHT, top + PANEL_LINE, va="top", ha="right", fontsize=9, color=MUTED)
+        # Not as ticks, each of which takes milliseconds.
+        pitch = layout.row / layout.stages_per_row
+        for stage in labelled_stages(len(panel.kinds), pitch):
+            y = top - (stage + 0.5) * pitch + layout.gap / 2
+            write(f"stage {stage}", layout.left - 8, y, va="center_baseline", ha="right", fontsize=8.5, color=MUTED)
+
+
+def short(value: float) -> str:
+    """At most four digits, or all those before the point."""
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _note(panels: Sequence[Panel], numbered: bool, seconds_per_pixel: float) -> str:
@@ -369,7 +399,7 @@ def _note(panels: Sequence[Panel], numbered: bool, seconds_per_pixel: float) -> 
     narrow = any(float(np.nanmedian(panel.ends - panel.starts)) < 2 * seconds_per_pixel for panel in panels)
     if narrow:
         return "pixels mix the actions within them"
-    return "numbers: microbatches; on updates, their own" if numbered else ""
+    return "numbers: microbatch, or update" if numbered else ""
 
 
 def _legend(figure: Figure, panels: Sequence[Panel], layout: Layout, note: str) -> None:

@@ -53,7 +53,7 @@ def peak_memory(cost: CostModel, microbatches: int, *, synchronous: bool, in_fli
             [
                 weights,
                 (holding.versions - 1) * weights,
-                np.where(holding.accumulating, weights, 0),
+                np.where(holding.gradients, weights, 0),
                 optimizer,
                 holding.in_flight * activations,
                 (buffers - received) * cost.message_bytes,

@@ -52,7 +52,7 @@ class Holding:
 
     in_flight: NDArray[np.int64]  # microbatches between their forward and their backward
     versions: NDArray[np.int64]  # live weight versions
-    accumulating: NDArray[np.bool_]  # gradients wait for their update
+    gradients: NDArray[np.bool_]  # there are some: they wait for their update, or it has just been made of them
 
 
 def segment_table(
@@ -92,6 +92,6 @@ def walk_segment(
             # since that of the oldest microbatch in flight is held by one.
             oldest = np.maximum(0, backwards - ahead) // microbatches
             live = np.where(forwards > backwards, made - oldest, 0) + 1
-            visit(Holding(forwards - backwards, live, backwards > made * microbatches))
+            visit(Holding(forwards - backwards, live, update | (backwards > made * microbatches)))
     indices += np.where(kinds == CODES[Kind.UPDATE], first_update, first_update * microbatches)
     return OrderTable(kinds.T, indices.T)
