@@ -14,7 +14,7 @@ from adapipe.engine.clipping import clip_coefficient
 from adapipe.engine.clock import Clock
 from adapipe.engine.stage import Stage
 from adapipe.engine.transport import Direction, Steps, Transport
-from adapipe.engine.transport.base import Vector
+from adapipe.engine.transport.base import T, Vector
 from adapipe.engine.work import Batches, Record, Report, Row, Work
 from adapipe.errors import AdaPipeError, ConfigurationError, EngineError, PeerFailure, StageFailure
 from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order, laws
@@ -126,19 +126,18 @@ class Runtime:
         if stage.in_flight:
             raise EngineError(f"stage {stage.index} flushed with {stage.in_flight} microbatches in flight")
 
-    def _located(self, action: Action, steps: Steps[None]) -> Steps[None]:
-        """Say where it happened if something goes wrong."""
+    def _located(self, action: Action, steps: Steps[T], doing: str = "") -> Steps[T]:
+        """Say where it happened if something goes wrong, and what was being done."""
         try:
-            yield from steps
+            return (yield from steps)
         except (PeerFailure, StageFailure, ConfigurationError):
             raise
         except Exception as error:
             microbatch = None if action.kind is Kind.UPDATE else action.index
             what = str(error) if isinstance(error, AdaPipeError) else f"{type(error).__name__}: {error}"
-            raise self._failure(what, action, microbatch) from error
-
-    def _failure(self, what: str, action: Action, microbatch: int | None) -> StageFailure:
-        return StageFailure(what, rank=self.rank, stage=self.stage.index, cell=str(action), microbatch=microbatch)
+            raise StageFailure(
+                doing + what, rank=self.rank, stage=self.stage.index, cell=str(action), microbatch=microbatch
+            ) from error
 
     def _forward(self, action: Action) -> Steps[None]:
         i, stage = action.index, self.stage
@@ -289,33 +288,28 @@ class Runtime:
         stage.module.eval()
         total, tokens = 0.0, 0
         for action in evaluation_order(stage.index, microbatches):
-            counted = yield from self._evaluate_one(action, batches, microbatches)
+            one = self._evaluate_one(action, batches, microbatches)
+            counted = yield from self._located(action, one, "evaluation failed: ")
             total, tokens = total + counted[0], tokens + counted[1]
         gathered = yield from self.gather(np.array([total, tokens]))
         return float(gathered[-1, 0]), int(gathered[-1, 1])
 
     def _evaluate_one(self, action: Action, batches: Batches, microbatches: int) -> Steps[tuple[float, int]]:
         i, stage = action.index, self.stage
-        try:
-            targets = batches(i)[1] if stage.last else None
-            if stage.first:
-                inputs = batches(i)[0].to(stage.device)
-            else:
-                message = yield from self.transport.receive(Direction.DOWN, i)
-                inputs = message.payload
-                self.transport.post(Direction.DOWN, range(i + 1, min(i + 1 + self._ahead, microbatches)))
-            output = stage.evaluate(inputs, self._to_device(targets))
-            self.clock.spend(action.kind)
-            if not stage.first:
-                self.transport.release(Direction.DOWN, i)
-            if stage.last:
-                return float(output), self.count(targets)
-            yield from self._send(Direction.DOWN, i, output)
-        except (PeerFailure, StageFailure, ConfigurationError):
-            raise
-        except Exception as error:
-            what = f"evaluation failed: {type(error).__name__}: {error}"
-            raise self._failure(what, action, i) from error
+        targets = batches(i)[1] if stage.last else None
+        if stage.first:
+            inputs = batches(i)[0].to(stage.device)
+        else:
+            message = yield from self.transport.receive(Direction.DOWN, i)
+            inputs = message.payload
+            self.transport.post(Direction.DOWN, range(i + 1, min(i + 1 + self._ahead, microbatches)))
+        output = stage.evaluate(inputs, self._to_device(targets))
+        self.clock.spend(action.kind)
+        if not stage.first:
+            self.transport.release(Direction.DOWN, i)
+        if stage.last:
+            return float(output), self.count(targets)
+        yield from self._send(Direction.DOWN, i, output)
         return 0.0, 0
 
     def share_kept(self) -> Steps[Vector]:
