@@ -300,7 +300,7 @@ def number_size(panel: Panel, seconds_per_pixel: float, bar_height: int) -> floa
 
 
 def split_digits(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """All digits of all numbers, one after the other: which number each is of, its place in it from the left, itself."""
+    """All digits of all numbers in a row: which number each is of, its place in it from the left, and the digit."""
     counts = digits_of(numbers)
     number = np.repeat(np.arange(len(numbers)), counts)
     place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
