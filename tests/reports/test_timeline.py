@@ -121,7 +121,7 @@ def test_every_timeline_is_drawn_and_its_texts_neither_collide_nor_leave_it(
     assert width == 1500
     assert 200 <= height <= 2100 or name == "many panels"
     for text, box in boxes:
-        assert min(box.x0, box.y0) >= 0, text
+        assert min(box.x0, box.y0, width - box.x1, height - box.y1) >= 0, text
         assert box.x1 <= width, text
         assert box.y1 <= height, text
     for (one, box), (other, another) in itertools.combinations(boxes, 2):
