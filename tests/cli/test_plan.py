@@ -140,6 +140,11 @@ def test_too_little_memory_for_any_plan(capsys: pytest.CaptureFixture[str]):
         ("--latency-ms -1", "link 0: latency = -0.001"),
         ("--bandwidth-gbit 0", "link 0: bandwidth = 0"),
         ("--jitter -1", "jitter = -1"),
+        (
+            "--bandwidth-gbit 10",
+            "the links have a bandwidth (--bandwidth-gbit), but the size of a message is not known",
+        ),
+        ("--stages 100000 --microbatches 100000", "is too much to simulate: give a product of at most"),
         ("--memory-gb 0", "--memory-gb 0: give a number above 0"),
         ("--memory-gb 1", "--memory-gb: the costs say nothing of memory; describe a model, or profile one"),
         ("--cost none.toml", "cost file none.toml cannot be read"),

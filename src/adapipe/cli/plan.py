@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -94,6 +95,8 @@ def _plan(config: PlanConfig) -> None:
         _numbers("--microbatches", config.microbatches),
         _numbers("--in-flight", config.in_flight),
     )
+    for candidate in wanted:
+        _check_messages(costs(candidate.stages))
     estimates = estimate(wanted, costs, device_bytes)
     if device_bytes is not None and any(e.memory is None for e in estimates):
         raise ConfigurationError("--memory-gb: the costs say nothing of memory; describe a model, or profile one")
@@ -122,6 +125,15 @@ def _plan(config: PlanConfig) -> None:
     console.print(_stages(best))
     _draw(best, costs(c.stages), config.picture)
     console.print(f"timeline drawn to {config.picture}", markup=False, soft_wrap=True)
+
+
+def _check_messages(cost: CostModel) -> None:
+    """A bandwidth alone would have no effect."""
+    if not cost.message_bytes and any(math.isfinite(link.bandwidth) for link in cost.links):
+        raise ConfigurationError(
+            "the links have a bandwidth (--bandwidth-gbit), but the size of a message is not known: describe a model "
+            "with --layers, or give message_bytes in a cost file"
+        )
 
 
 def _costs(config: PlanConfig) -> Callable[[int], CostModel]:

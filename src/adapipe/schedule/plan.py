@@ -18,6 +18,9 @@ from adapipe.schedule.timeline import asynchronous_timeline, synchronous_timelin
 
 MODES = ("sync", "async")
 
+MOST_MICROBATCHES = 20_000_000
+"""Stages times microbatches of an update that can be simulated: a minute or two, and some GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -69,6 +72,11 @@ def candidates(
         for value in values:
             if value < 1:
                 raise ConfigurationError(f"{flag} {value}: give at least 1")
+    if max(stages) * max(microbatches) > MOST_MICROBATCHES:
+        raise ConfigurationError(
+            f"--stages {max(stages)} with --microbatches {max(microbatches)} is too much to simulate: give a "
+            f"product of at most {MOST_MICROBATCHES}"
+        )
     for mode in modes:
         if mode not in MODES:
             raise ConfigurationError(f"--modes {mode}: unknown mode, choose of {', '.join(MODES)}")
