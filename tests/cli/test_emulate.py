@@ -63,9 +63,11 @@ def test_emulated_and_real_runs_learn_the_same(corpus: Path, tmp_path: Path):
             assert [line.get(name) for line in real_lines] == [line.get(name) for line in lines]
 
 
-def test_a_budget_of_virtual_seconds(corpus: Path, tmp_path: Path):
+def test_a_budget_of_virtual_seconds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = ("--stages", "2", "--mode", "sync", "--seconds", "0.35", "--forward-ms", "10", "--updates", "None")
-    summary = emulate(corpus, tmp_path / "run", *flags)
+    summary = emulate(corpus, tmp_path / "run", *flags, "--timeline", "7:9")
+    assert "no timeline: the run ended before update 7\n" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "timeline.png").exists()
     # Of 90 ms each. The clock is read when one begins, and the fifth, which finds the budget spent, is the last.
     assert summary["updates"] == 5
     assert summary["training_seconds"] == pytest.approx(0.45)

@@ -39,6 +39,7 @@ def test_a_file_typed_by_hand(tmp_path: Path):
     assert cost.stages == (StageCost(1, 2),) * 2
     assert cost.links == (LinkCost(0, math.inf),)
     assert (cost.message_bytes, cost.tokens, cost.jitter) == (0, None, 0)
+    assert cost.source == str(tmp_path / "cost.toml")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _train_here(checked: Checked, config: TrainConfig) -> int:
     interrupt = Interrupt()
 
     def run() -> None:
-        train_checked(
+        result = train_checked(
             checked,
             timeline=checked.timeline,
             measure_memory=config.measure_memory,
@@ -59,6 +59,8 @@ def _train_here(checked: Checked, config: TrainConfig) -> int:
             config=to_toml(config),
             interrupted=interrupt.requested,
         )
+        if checked.timeline is not None and result.timeline is None and os.environ.get("RANK", "0") == "0":
+            print(f"no timeline: the run ended before update {checked.timeline.start}")
 
     code = guarded("adapipe train", run)
     if code:

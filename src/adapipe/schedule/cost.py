@@ -175,6 +175,7 @@ def read_cost(path: Path) -> CostModel:
         raise ConfigurationError(f"cost file {path} cannot be read ({error.strerror}): check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cost file {path} is not TOML: {error}") from None
+    data.setdefault("source", str(path))
     try:
         return _from_entries(data)
     except ConfigurationError as error:
