@@ -108,7 +108,7 @@ def draw_timeline(
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+    figure.savefig(path, format="png", dpi=DOTS_PER_INCH, pil_kwargs={"compress_level": 1})
 
 
 def from_zero(panel: Panel) -> Panel:

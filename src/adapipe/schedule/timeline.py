@@ -50,9 +50,11 @@ def simulate(table: OrderTable, cost: CostModel, *, synchronous: bool, in_flight
     cost.require(table.stages)
     stages, every = table.stages, np.arange(table.stages)
     messages = _Messages(table, cost, laws.send_slots(in_flight))
-    updates = np.equal(table.kinds.T, CODES[Kind.UPDATE])
     lasts = _durations(table, cost)
-    starts, ends, waits = np.full((3, *lasts.shape), np.nan)
+    times = np.full((3, *lasts.shape), np.nan)
+    # By cell, which is position * stages + stage: flat arrays are twice as fast to pick from.
+    starts, ends, waits = times.reshape(3, -1)
+    updates, lasts = np.equal(table.kinds.T, CODES[Kind.UPDATE]).ravel(), lasts.ravel()
     lengths = (table.kinds != NOTHING).sum(1)
     position = np.zeros(stages, np.int64)
     now = np.zeros(stages)
@@ -61,27 +63,27 @@ def simulate(table: OrderTable, cost: CostModel, *, synchronous: bool, in_flight
         stage = every[position < lengths]
         if not len(stage):
             break
-        at = position[stage]
-        ready = messages.arrival(at, stage)
+        cell = position.take(stage) * stages + stage
+        ready = messages.arrival(cell)
         if synchronous:
-            exchange = updates[at, stage]
+            exchange = updates.take(cell)
             if exchange.all() and len(stage) == stages:
                 ready = np.array(gather_times(now.tolist(), latencies))
             else:
                 ready[exchange] = np.nan
         can = ~np.isnan(ready)
         if not can.all():
-            stage, at, ready = stage[can], at[can], ready[can]
+            stage, cell, ready = stage[can], cell[can], ready[can]
             if not len(stage):
                 waiting = every[position < lengths].tolist()
                 raise ScheduleError(f"the orders cannot go on: stages {waiting} wait for each other")
-        free = now[stage]
+        free = now.take(stage)
         start = np.maximum(free, ready)
-        end = start + lasts[at, stage]
-        starts[at, stage], ends[at, stage], waits[at, stage] = start, end, start - free
-        now[stage] = messages.send(at, stage, end)
+        end = start + lasts.take(cell)
+        starts[cell], ends[cell], waits[cell] = start, end, start - free
+        now[stage] = messages.send(cell, end)
         position[stage] += 1
-    return Timeline(table, starts.T, ends.T, waits.T)
+    return Timeline(table, *(time.T for time in times))
 
 
 class _Messages:
@@ -98,14 +100,15 @@ class _Messages:
         stage = np.arange(stages)
         forward, backward = kinds == CODES[Kind.FORWARD], kinds == CODES[Kind.BACKWARD]
         down, up = stage * width + indices, (stages + stage) * width + indices  # by the action that sends it
-        self._needs = np.full(kinds.shape, count, np.int32)
-        self._sends = np.full(kinds.shape, count + 1, np.int32)
+        needed = np.full(kinds.shape, count, np.int32)
+        sent = np.full(kinds.shape, count + 1, np.int32)
         for mask, own, step, needs, sends in (
             (forward, down, -1, stage > 0, stage < stages - 1),
             (backward, up, 1, stage < stages - 1, stage > 0),
         ):
-            np.copyto(self._needs, own + step * width, where=mask & needs)
-            np.copyto(self._sends, own, where=mask & sends)
+            np.copyto(needed, own + step * width, where=mask & needs)
+            np.copyto(sent, own, where=mask & sends)
+        self._needs, self._sends = needed.ravel(), sent.ravel()
         self._arrives = np.full(count + 2, np.nan)
         self._arrives[count] = 0.0
         # By edge, which is direction and sender: a forward of s goes over link s, a backward over link s - 1.
@@ -117,18 +120,17 @@ class _Messages:
         self._instant = not self._takes.any()  # then nothing ever waits for a slot
         self._left = np.zeros((send_slots, 2 * stages + 1))  # when the last messages had left, the oldest first
 
-    def arrival(self, at: Ints, stage: Ints) -> Floats:
+    def arrival(self, cell: Ints) -> Floats:
         """When what each action needs is there: 0 for what needs nothing, NaN if it has not been sent."""
-        found: Floats = self._arrives[self._needs[at, stage]]
-        return found
+        return self._arrives.take(self._needs.take(cell))
 
-    def send(self, at: Ints, stage: Ints, now: Floats) -> Floats:
+    def send(self, cell: Ints, now: Floats) -> Floats:
         """Send at time `now` what these actions have made. Returns when the stages can go on: one whose send slots are
         all in use waits."""
-        message = self._sends[at, stage]
+        message = self._sends.take(cell)
         edge = np.minimum(message // self._width, self._none)
         if self._instant:
-            self._arrives[message] = now + self._latency[edge]
+            self._arrives[message] = now + self._latency.take(edge)
         else:
             sends = edge < self._none
             left = self._left[:, edge]
@@ -137,7 +139,6 @@ class _Messages:
             self._left[:-1, edge] = left[1:]
             self._left[-1, edge] = leaves
             self._arrives[message] = leaves + self._latency[edge]
-        self._arrives[-1] = np.nan
         return now
 
 
