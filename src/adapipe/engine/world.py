@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -40,11 +41,6 @@ def launched_world_size() -> int | None:
     if not size.isdigit() or int(size) < 1:
         raise ConfigurationError(f"the environment variable WORLD_SIZE is {size!r}, not a number of ranks")
     return int(size)
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class World:
@@ -172,8 +168,20 @@ class World:
     def close(self) -> None:
         """Part in peace. The process group stays until the process ends: one made anew in the same store would find the
         old one's addresses there."""
-        if self._owns_process_group:
-            atexit.register(_destroy_process_group)
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Let the groups go while Python still runs. A thread of theirs that outlives it, and then frees the tensors of
+        the last gather, aborts the process."""
+        groups = [*self.groups.values(), *self.exchanges.values(), self.control]
+        self.groups, self.exchanges, self.control, self._store = {}, {}, None, None
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+            if self._owns_process_group:
+                dist.destroy_process_group()
+        del groups
+        gc.collect()  # of pipelines that have ended
 
     def abandon(self) -> None:
         """Part in failure: close the connections, so that ranks that wait for this one do not wait for its end."""
