@@ -42,11 +42,13 @@ from adapipe.models.gpt import language_model_loss
 from adapipe.models.shape import GPTConfig
 from adapipe.profiling import measured_cost
 from adapipe.run import count_tokens
+from adapipe.schedule.buffers import segment_buffers
 from adapipe.schedule.cost import CostModel, LinkCost, cost_toml, equal_stages, read_cost
 from adapipe.schedule.plan import Candidate, hiding_in_flight, seconds_per_update
 
 REAL = GPTConfig(layers=4, width=256, heads=4, sequence_length=128)
 REAL_MICROBATCH, RANKS, PROFILE_K = 2, 2, 4
+MODES = {"sync": "1f1b", "async": "async"}
 ARMS = [(microbatches, mode) for microbatches in (1, 2, 4, 8) for mode in ("sync", "async")]
 
 DEEP = GPTConfig(layers=12, width=128, heads=4, sequence_length=128)
@@ -108,7 +110,7 @@ def accuracy(repeats: int, updates: int) -> dict[str, float]:
     for microbatches, mode in ARMS:
         arm = f"{mode} {microbatches}"
         real = [seconds[arm] for seconds in measured]
-        predicted = [seconds_per_update(Candidate(mode, RANKS, microbatches), profile) for profile in profiles]
+        predicted = [seconds_per_update(Candidate(MODES[mode], RANKS, microbatches), profile) for profile in profiles]
         error = statistics.median(p / r - 1 for p, r in zip(predicted, real, strict=True))
         middle = statistics.median(real)
         noise = statistics.median(abs(r / middle - 1) for r in real)
@@ -141,7 +143,7 @@ def _emulated(
             in_flight=in_flight,
         )
 
-    return in_process_pipeline(stages, build, in_flight=in_flight, emulate=cost)
+    return in_process_pipeline(stages, build, buffers=segment_buffers(stages, in_flight), emulate=cost)
 
 
 class Unsplit:

@@ -25,14 +25,7 @@ def measured_cost(timeline: Timeline, *, links: bool, message_bytes: int, tokens
     one that waited for its message is a journey: latency, transmission at this size, and the reader waking up. Where
     the clocks of two machines differ, the two ways of a link are wrong by as much, and their mean is right.
     """
-    stages = [
-        StageCost(
-            forward=_median(timeline, s, Kind.FORWARD),
-            backward=_median(timeline, s, Kind.BACKWARD),
-            update=_median(timeline, s, Kind.UPDATE),
-        )
-        for s in range(timeline.table.stages)
-    ]
+    stages = [_stage_cost(timeline, s) for s in range(timeline.table.stages)]
     hops = [_hop(timeline, s) if links else 0.0 for s in range(len(stages) - 1)]
     return CostModel(
         tuple(stages),
@@ -43,12 +36,22 @@ def measured_cost(timeline: Timeline, *, links: bool, message_bytes: int, tokens
     )
 
 
-def _median(timeline: Timeline, stage: int, kind: Kind) -> float:
+def _stage_cost(timeline: Timeline, stage: int) -> StageCost:
+    found = {kind: _median(timeline, stage, kind) for kind in Kind}
+    forward, backward, update = found[Kind.FORWARD], found[Kind.BACKWARD], found[Kind.UPDATE]
+    if forward is None or backward is None or update is None:
+        raise ConfigurationError("nothing was measured: give more updates")
+    halves = found[Kind.BACKWARD_INPUT], found[Kind.BACKWARD_WEIGHT]
+    if stage == 0 and halves == (None, None):
+        halves = 0.0, backward  # it has no input gradient to make
+    return StageCost(forward, backward, update, backward_input=halves[0], backward_weight=halves[1])
+
+
+def _median(timeline: Timeline, stage: int, kind: Kind) -> float | None:
+    """None if there was no such action."""
     seconds = timeline.ends[stage] - timeline.starts[stage]
     of_kind = seconds[timeline.table.kinds[stage] == CODES[kind]]
-    if not len(of_kind):
-        raise ConfigurationError("nothing was measured: give more updates")
-    return float(np.median(of_kind))
+    return float(np.median(of_kind)) if len(of_kind) else None
 
 
 def _hop(timeline: Timeline, stage: int) -> float:
@@ -59,8 +62,10 @@ def _hop(timeline: Timeline, stage: int) -> float:
 
 
 def _way(timeline: Timeline, sender: int, receiver: int, kind: Kind) -> float:
-    """Median seconds from the end of an action to the beginning of the same on the next stage, if that one waited."""
-    rows = [timeline.table.kinds[s] == CODES[kind] for s in (sender, receiver)]
+    """Median seconds from the end of an action (of a backward: its first half) to the beginning of the same on the next
+    stage, if that one waited."""
+    codes = [CODES[k] for k in Kind if (k.answers if kind is Kind.BACKWARD else k is kind)]
+    rows = [np.isin(timeline.table.kinds[s], codes) for s in (sender, receiver)]
     sent, began = timeline.ends[sender][rows[0]], timeline.starts[receiver][rows[1]]
     waited = timeline.waits[receiver][rows[1]] > SHORTEST_WAIT
     return float(np.median((began - sent)[waited])) if waited.any() else 0.0

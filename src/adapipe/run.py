@@ -29,12 +29,14 @@ from adapipe.policy import Decision, Director
 from adapipe.policy.base import is_evaluation
 from adapipe.reports.folder import RunFolder
 from adapipe.reports.progress import Progress, make_progress
-from adapipe.schedule import laws
-from adapipe.schedule.checker import check_segment
+from adapipe.schedule import check_segment, check_synchronous, laws
+from adapipe.schedule.buffers import enough_for, segment_buffers
 from adapipe.schedule.cost import CostModel
+from adapipe.schedule.plan import fastest_schedule
 from adapipe.schedule.timeline import Timeline
 from adapipe.training.loop import HeldOut, Loop, Settings
 from adapipe.training.options import Options
+from adapipe.training.schedule_choice import ScheduleChoice, because
 from adapipe.training.summary import Tally
 
 IGNORED_TARGET = -100
@@ -92,6 +94,8 @@ def train(
     precision: str = "fp32",
     device: torch.device | str = "cpu",
     in_flight: int = 1,
+    sync_schedule: str = "auto",
+    trial_updates: int = 4,
     emulate: CostModel | None = None,
     timeline: range | None = None,
     measure_memory: bool = False,
@@ -121,6 +125,9 @@ def train(
     count: targets -> number of tokens that the loss sums over. costs: of every block, to balance the stages by.
     in_flight: microbatches in flight per hop between a stage and the last one. 1 is 1F1B; more hides the latency of
         slow links, at the price of memory and, in async, of staleness.
+    sync_schedule: how the microbatches of a synchronous update go through the pipeline: "gpipe", "1f1b", "zb-h1", a CSV
+        file, or "auto", the fastest of them for the costs that the first synchronous updates show (`trial_updates` of
+        each). What is learned does not depend on it.
     emulate: run all stages in this process on virtual devices that take the times of this cost model: the numbers are
         those of a real run, the clock of budgets, policy, metrics and pictures is virtual.
     timeline: updates (from 0) to draw as timeline.png into `out`: every action of every stage.
@@ -145,6 +152,7 @@ def train(
         target_perplexity=target_perplexity,
         precision=precision,
         in_flight=in_flight,
+        sync_schedule=sync_schedule,
     )
     if held_out is not None and len(held_out) == 0:
         raise ConfigurationError("held_out is empty: give at least one microbatch, or None")
@@ -165,6 +173,16 @@ def train(
     _refuse_shared_parameters(blocks, parts)
     if any(isinstance(module, DistributedDataParallel) for block in blocks for module in block.modules()):
         raise ConfigurationError("blocks wrapped in DistributedDataParallel are not supported: pass the bare modules")
+    schedules = options.sync_schedules(size)
+    chosen = None
+    if emulate is not None and len(schedules) > 1:  # the costs are known
+        fastest, modelled = fastest_schedule(emulate, microbatches, in_flight)
+        schedules, chosen = {fastest: schedules[fastest]}, because(fastest, modelled)
+    needs = [check_synchronous(schedule, in_flight)[1] for schedule in schedules.values()]
+    buffers = enough_for(segment_buffers(size, in_flight), *needs)
+    choice = ScheduleChoice(
+        schedules, in_flight=in_flight, measured=trial_updates, links=launched_world_size() not in (None, 1)
+    )
     for segment in (1, 2 + laws.staleness_bound(laws.warm_up(0, size, in_flight), microbatches)):
         check_segment(size, microbatches, segment, in_flight=in_flight)
 
@@ -197,13 +215,14 @@ def train(
                 count=count,
                 rank=rank,
                 in_flight=in_flight,
+                schedule=choice.schedule,
                 keep=timeline or range(0),
             )
 
         if world is None:
-            pipeline = in_process_pipeline(size, build, in_flight=in_flight, emulate=emulate)
+            pipeline = in_process_pipeline(size, build, buffers=buffers, emulate=emulate)
         else:
-            transport = DistributedTransport(world, Bulletin.length(size), in_flight)
+            transport = DistributedTransport(world, Bulletin.length(size), buffers[world.rank])
             pipeline = Pipeline([build(world.rank, transport, WallClock())])
         folder = None
         if out is not None and rank == 0:
@@ -217,12 +236,15 @@ def train(
             held_out=held_out,
             target_perplexity=target_perplexity,
             interrupted=interrupted,
+            choice=choice,
         )
         observer.start(
             f"{options.name}: {_count(size, 'stage')} (blocks {_spans(parts)}), "
             f"{_count(microbatches, 'microbatch', 'es')} per update"
             + (f"; emulated: times are virtual ({emulate.source})" if emulate else "")
         )
+        if chosen is not None:
+            observer.message(chosen)
         try:
             tally = Loop(pipeline, Director(options.policy()), settings, observer).run()
         finally:
@@ -233,6 +255,7 @@ def train(
             stages=size,
             microbatches=microbatches,
             in_flight=in_flight,
+            sync_schedule=pipeline.schedule.name,
             seed=seed,
             clock=pipeline.clock.name,
         )
@@ -319,6 +342,9 @@ class _Observer:
             self._progress.message(
                 f"update {line['update']}: stages {line['skipped_stages']} skipped it, their gradient was not finite"
             )
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
 
     def decided(self, update: int, seconds: float, decision: Decision) -> None:
         if self._folder is not None:

@@ -15,6 +15,7 @@ from adapipe.engine.runtime import Runtime
 from adapipe.engine.stage import Stage
 from adapipe.errors import ConfigurationError
 from adapipe.schedule import Kind
+from adapipe.schedule.buffers import segment_buffers
 from adapipe.schedule.cost import CostModel, LinkCost, StageCost, equal_stages
 from adapipe.schedule.laws import time_per_update, warm_up
 from adapipe.schedule.timeline import asynchronous_timeline, synchronous_timeline
@@ -123,7 +124,7 @@ def _deep(stages: int, microbatches: int, cost: CostModel, in_flight: int = 1) -
             in_flight=in_flight,
         )
 
-    return in_process_pipeline(stages, build, in_flight=in_flight, emulate=cost)
+    return in_process_pipeline(stages, build, buffers=segment_buffers(stages, in_flight), emulate=cost)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8, 16])

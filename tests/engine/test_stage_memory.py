@@ -23,6 +23,7 @@ from adapipe.models.partition import partition
 from adapipe.models.shape import GPTConfig, gpt_figures
 from adapipe.models.stages import block_costs, stage_module
 from adapipe.run import count_tokens
+from adapipe.schedule.buffers import segment_buffers
 from adapipe.schedule.cost import equal_stages
 from adapipe.schedule.memory import StageMemory, peak_memory
 from tests.engine import toys
@@ -210,7 +211,7 @@ def gpt_pipeline(config: GPTConfig, stages: int, microbatches: int, in_flight: i
             in_flight=in_flight,
         )
 
-    return in_process_pipeline(stages, build, in_flight=in_flight)
+    return in_process_pipeline(stages, build, buffers=segment_buffers(stages, in_flight))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -234,7 +235,7 @@ def test_the_plan_predicts_the_peak_of_every_stage(stages: int, microbatches: in
         updates = 3 if synchronous else 3 + 2 * -(-in_flight * (stages - 1) // microbatches)
         pipeline = gpt_pipeline(config, stages, microbatches, in_flight, precision)
         pipeline.run(toys.work(updates, 1 if synchronous else updates))
-        expected = peak_memory(cost, microbatches, synchronous=synchronous, in_flight=in_flight)
+        expected = peak_memory(cost, microbatches, schedule="1f1b" if synchronous else None, in_flight=in_flight)
         for use, predicted, stage in zip(pipeline.memory(), expected, cost.stages, strict=True):
             assert predicted.total - predicted.messages == pytest.approx(use.peak.total, rel=0.02)
             assert stage.weight_bytes == use.weight_bytes
@@ -269,4 +270,4 @@ def test_the_buffers_of_real_ranks_are_predicted(tmp_path: Any):
 
 def test_memory_that_is_not_known_is_refused():
     with pytest.raises(ConfigurationError, match="does not say how many bytes"):
-        peak_memory(equal_stages(2, 1, 1), 2, synchronous=True)
+        peak_memory(equal_stages(2, 1, 1), 2, schedule="1f1b")

@@ -17,6 +17,7 @@ from adapipe.engine.transport.base import Ring
 from adapipe.engine.transport.distributed import DistributedTransport
 from adapipe.engine.transport.in_process import Hub
 from adapipe.errors import EngineError, StageFailure, TransportError
+from adapipe.schedule import sync_schedule
 from tests.engine import toys
 from tests.worlds import run_world
 
@@ -314,7 +315,7 @@ def check_integers(results: list[Any]) -> None:
 
 
 def slot_in_use(transport: Transport) -> Generator[None, None, Any]:
-    """Stage 1 of 2 has two slots for activations: the third, unreleased, must not overwrite the first."""
+    """Stage 1 of 2 has two slots for activations: while both are in use there is none for a third."""
     if transport.stage == 0:
         for i in range(2):
             yield from transport.send(DOWN, i, message(i), note())
@@ -330,7 +331,7 @@ def slot_in_use(transport: Transport) -> Generator[None, None, Any]:
 def check_slot_in_use(results: list[Any]) -> None:
     kept, error = results[1]
     assert torch.equal(kept, message(0))
-    assert "activations of stage 1: slot 0 for microbatch 2 still holds microbatch 0" in error
+    assert "activations of stage 1: no slot is free for microbatch 2, microbatches [0, 1] hold them" in error
 
 
 def phase_in_use(transport: Transport) -> Generator[None, None, Any]:
@@ -405,21 +406,29 @@ def test_in_process_send_waits_while_the_edge_is_full():
 
 def test_ring():
     ring = Ring(2, "ring")
-    assert [ring.claim(7), ring.claim(8)] == [1, 0]
-    assert [ring.slot_of(7), ring.slot_of(8), ring.slot_of(9)] == [1, 0, None]
-    with pytest.raises(EngineError, match="slot 1 for microbatch 9 still holds microbatch 7"):
-        ring.claim(9)
-    with pytest.raises(EngineError, match="microbatch 9 holds no slot"):
-        ring.free(9)
-    ring.free(7)
-    assert ring.claim(9) == 1
-    assert ring.unclaimed(range(8, 12)) == range(10, 12)
+    first, second = ring.claim(7), ring.claim(9)
+    assert {first, second} == {0, 1}
+    with pytest.raises(EngineError, match=r"no slot is free for microbatch 8, microbatches \[7, 9\] hold them"):
+        ring.claim(8)
+    assert list(ring.unposted([7, 9, 8])) == [8]
+    with pytest.raises(EngineError, match=r"microbatches \[7, 9\] are expected, not \[9, 8\]"):
+        ring.unposted([9, 8])
+    with pytest.raises(EngineError, match=r"microbatch 9 is not the next one of \[7, 9\]"):
+        ring.take(9)
+    assert (ring.take(7), ring.take(9), ring.posted) == (first, second, False)
+    with pytest.raises(EngineError, match="microbatch 8 holds no slot"):
+        ring.free(8)
+    ring.free(9)
+    with pytest.raises(EngineError, match="microbatch 7 holds a slot already"):
+        ring.claim(7)
+    assert ring.claim(8) == second
     with pytest.raises(EngineError, match="ring: a phase begins while they are in use"):
         ring.begin_phase()
+    ring.take(8)
     ring.free(8)
-    ring.free(9)
+    ring.free(7)
     ring.begin_phase()
-    assert ring.unclaimed(range(2)) == range(2)
+    assert list(ring.unposted(range(2))) == [0, 1]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), PHASES)
@@ -441,6 +450,7 @@ def test_stages_that_wait_for_each_other_are_a_deadlock_not_a_hang():
     """Stage 1 runs another K than stage 0: its update waits for a gather that stage 0 is not at."""
     pipeline = toys.in_process(2, microbatches=4)
     pipeline.runtimes[1].microbatches = 2
+    pipeline.runtimes[1].schedule = sync_schedule("1f1b", 2, 2)
     with pytest.raises(EngineError, match=r"deadlock: stages \[0, 1\] wait for each other"):
         pipeline.run(toys.work(1, 1))
 

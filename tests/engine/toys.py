@@ -20,6 +20,8 @@ from adapipe.engine.transport import Transport
 from adapipe.engine.transport.distributed import DistributedTransport
 from adapipe.engine.work import Work
 from adapipe.engine.world import World
+from adapipe.schedule import Buffers, check_synchronous, sync_schedule
+from adapipe.schedule.buffers import enough_for, segment_buffers
 from adapipe.schedule.cost import CostModel
 
 WIDTH, CLASSES, BATCH = 8, 5, 3
@@ -88,6 +90,7 @@ def runtime(
     data: Any = batches,
     check_versions: bool = True,
     in_flight: int = 1,
+    schedule: str = "1f1b",
     keep: range = range(0),
 ) -> Runtime:
     part = cut(transport.stages)[stage]
@@ -111,20 +114,43 @@ def runtime(
         count=count,
         rank=stage,
         in_flight=in_flight,
+        schedule=sync_schedule(schedule, transport.stages, microbatches, in_flight),
         keep=keep,
     )
 
 
-def in_process(stages: int, *, in_flight: int = 1, emulate: CostModel | None = None, **options: Any) -> Pipeline:
+def buffers(stages: int, microbatches: int, in_flight: int, schedule: str) -> list[Buffers]:
+    """For both modes."""
+    _, needed = check_synchronous(sync_schedule(schedule, stages, microbatches, in_flight), in_flight)
+    return enough_for(segment_buffers(stages, in_flight), needed)
+
+
+def in_process(
+    stages: int,
+    *,
+    microbatches: int,
+    in_flight: int = 1,
+    schedule: str = "1f1b",
+    emulate: CostModel | None = None,
+    **options: Any,
+) -> Pipeline:
     def build(stage: int, transport: Transport, clock: Clock) -> Runtime:
-        return runtime(stage, transport, clock, in_flight=in_flight, **options)
+        return runtime(
+            stage, transport, clock, microbatches=microbatches, in_flight=in_flight, schedule=schedule, **options
+        )
 
-    return in_process_pipeline(stages, build, in_flight=in_flight, emulate=emulate)
+    enough = buffers(stages, microbatches, in_flight, schedule)
+    return in_process_pipeline(stages, build, buffers=enough, emulate=emulate)
 
 
-def distributed(world: World, *, in_flight: int = 1, **options: Any) -> Pipeline:
-    transport = DistributedTransport(world, Bulletin.length(world.size), in_flight)
-    return Pipeline([runtime(world.rank, transport, in_flight=in_flight, **options)])
+def distributed(
+    world: World, *, microbatches: int, in_flight: int = 1, schedule: str = "1f1b", **options: Any
+) -> Pipeline:
+    enough = buffers(world.size, microbatches, in_flight, schedule)[world.rank]
+    transport = DistributedTransport(world, Bulletin.length(world.size), enough)
+    return Pipeline(
+        [runtime(world.rank, transport, microbatches=microbatches, in_flight=in_flight, schedule=schedule, **options)]
+    )
 
 
 def work(updates: int, flush_every: int, first_update: int = 0, **options: Any) -> Work:

@@ -14,7 +14,7 @@ def test_a_cell_spells_one_action(action: Action) -> None:
     assert parse_cell(str(action)) == action
 
 
-@given(st.text(alphabet="0123456789FBUfb -+.\n\t", max_size=6))
+@given(st.text(alphabet="0123456789FBIWUfb -+.\n\t", max_size=6))
 def test_an_action_has_one_spelling(text: str) -> None:
     try:
         action = parse_cell(text)
@@ -44,8 +44,8 @@ def test_cells_of_every_kind() -> None:
         "F3",
         "03",
         "0f3",
-        "0W3",
-        "0I3",
+        "0X3",
+        "0i3",
         "00F3",
         "01F3",
         "0F03",
@@ -67,7 +67,7 @@ def test_cells_of_every_kind() -> None:
 )
 def test_anything_else_is_not_a_cell(text: str) -> None:
     with pytest.raises(
-        ScheduleError, match=r"is not an action: expected STAGE, then F, B or U, then a number"
+        ScheduleError, match=r"is not an action: expected STAGE, then F, B, I, W or U, then a number"
     ) as error:
         parse_cell(text)
     assert str(error.value).startswith(repr(text))

@@ -138,7 +138,7 @@ def test_the_default_rings_are_as_small_as_can_be(stages: int, microbatches: int
     if too_small:
         message = rejection(orders, microbatches, activation_slots=bounds)
         assert message.startswith(f"stage {too_small[0]}, ")
-        assert "slot overwritten" in message
+        assert "no slot is free" in message
 
 
 @given(stages_, st.integers(1, 40))
@@ -373,20 +373,14 @@ def test_the_flush_is_every_n_updates() -> None:
 
 
 def test_an_activation_ring_that_is_too_small_is_rejected() -> None:
-    reason = (
-        "slot overwritten: the receive of the activation of microbatch 2 goes into slot 0 of 2, "
-        "which microbatch 0 still needs"
-    )
+    reason = "no slot is free for the receive of the activation of microbatch 2: there are 2, for microbatches 0, 1"
     message = rejection(segment_orders(3, 4, 2), 4, activation_slots=[1, 2, 2])
     assert_rejected(message, "stage 1, position 1, 1F1", reason)
 
 
 def test_a_gradient_ring_of_one_slot_is_rejected() -> None:
     """While B0 runs, the receive of the next gradient is already posted."""
-    reason = (
-        "slot overwritten: the receive of the gradient of microbatch 1 goes into slot 0 of 1, "
-        "which microbatch 0 still needs"
-    )
+    reason = "no slot is free for the receive of the gradient of microbatch 1: there are 1, for microbatches 0"
     message = rejection(segment_orders(2, 2, 1), 2, gradient_slots=1)
     assert_rejected(message, "stage 0, position 2, 0B0", reason)
 
@@ -394,10 +388,7 @@ def test_a_gradient_ring_of_one_slot_is_rejected() -> None:
 def test_an_evaluation_needs_two_slots() -> None:
     orders = parse("0F0 0F1 0F2", "1F0 1F1 1F2")
     check_orders(orders, 1, activation_slots=[1, 2])
-    reason = (
-        "slot overwritten: the receive of the activation of microbatch 1 goes into slot 0 of 1, "
-        "which microbatch 0 still needs"
-    )
+    reason = "no slot is free for the receive of the activation of microbatch 1: there are 1, for microbatches 0"
     assert_rejected(rejection(orders, 1, activation_slots=[2, 1]), "stage 1, position 0, 1F0", reason)
 
 

@@ -87,7 +87,7 @@ def test_the_law_of_the_time_per_update(stages: int, microbatches: int, updates:
 @pytest.mark.parametrize("microbatches", [1, 4, 16])
 def test_the_law_without_flushes_and_with_one_after_each(stages: int, microbatches: int):
     cost = equal_stages(stages, 1 / 3, 2 / 3)
-    for mode, updates in (("async", math.inf), ("sync", 1.0)):
+    for mode, updates in (("async", math.inf), ("1f1b", 1.0)):
         found = seconds_per_update(Candidate(mode, stages, microbatches), cost)
         assert found == pytest.approx(time_per_update(stages, microbatches, updates), rel=1e-12)
 

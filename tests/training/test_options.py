@@ -25,6 +25,7 @@ GOOD: dict[str, Any] = {
     "target_perplexity": None,
     "precision": "fp32",
     "in_flight": 1,
+    "sync_schedule": "auto",
 }
 
 
@@ -37,6 +38,7 @@ def options(**changes: Any) -> Options:
     [
         ({"mode": "asinc"}, "--mode asinc: unknown mode, choose one of sync, async, adaptive"),
         ({"in_flight": 0}, "--in-flight 0: give at least 1 microbatch per hop"),
+        ({"sync_schedule": "zb"}, "--sync-schedule zb: unknown schedule, choose one of auto, gpipe, 1f1b, zb-h1, or"),
         ({"precision": "fp16"}, "--precision fp16: unknown precision, choose one of fp32, bf16"),
         ({"plan": "sync:x"}, "--plan: 'sync:x'"),
         ({"plan": ""}, "--plan: ''"),

@@ -54,10 +54,12 @@ class Checked:
             target_perplexity=config.target_perplexity,
             precision=config.precision,
             in_flight=config.in_flight,
+            sync_schedule=config.sync_schedule,
         )
         if config.stages < 1:
             raise ConfigurationError(f"--stages {config.stages}: a pipeline has at least 1")
         number_of_stages(config.stages)
+        self.options.sync_schedules(config.stages)
         self.model = _model(config)
         with torch.device("meta"):
             self.blocks = gpt_blocks(self.model)

@@ -16,8 +16,19 @@ from adapipe.cli.exit_codes import BAD_INPUT
 from adapipe.errors import ConfigurationError
 from adapipe.models.costs import gpt_cost
 from adapipe.models.shape import GPTConfig
+from adapipe.schedule import sync_schedule
 from adapipe.schedule.cost import CostModel, read_cost
-from adapipe.schedule.plan import Estimate, candidates, estimate, hiding_in_flight, recommend, seconds_per_update
+from adapipe.schedule.csv_file import schedule_csv
+from adapipe.schedule.plan import (
+    ASYNC,
+    Candidate,
+    Estimate,
+    candidates,
+    estimate,
+    hiding_in_flight,
+    recommend,
+    seconds_per_update,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +43,8 @@ MOST_ROWS = 12
 @dataclass(frozen=True)
 class PlanConfig(CostOptions):
     """Say what to expect of a pipeline: time per update, idle time, staleness and memory, for every combination of
-    stages, microbatches, modes and microbatches in flight. Nothing is trained; all times are modelled.
+    stages, microbatches, modes (synchronous schedules, async) and microbatches in flight. Nothing is trained; all times
+    are modelled.
 
     The costs come from a cost file (--cost), from equal stages (--forward-ms), or from the shape of a model (--layers,
     --width, ... with --tflops).
@@ -42,8 +54,8 @@ class PlanConfig(CostOptions):
     """Numbers of stages, such as "2,4,8". Default: that of the cost file, or 2,4,8."""
     microbatches: str = "8"
     """Numbers of microbatches per update, such as "4,8,16"."""
-    modes: str = "sync,async"
-    """Modes: sync, async."""
+    modes: str = "1f1b,zb-h1,async"
+    """Ways to run it: gpipe, 1f1b, zb-h1 (synchronous schedules), async."""
     in_flight: str = "1"
     """Microbatches in flight per hop, such as "1,2". More hides the latency of slow links."""
     layers: int | None = None
@@ -70,6 +82,9 @@ class PlanConfig(CostOptions):
     """Where to draw the timeline of the recommended plan."""
     json: Path | None = None
     """Where to write all figures."""
+    csv: Path | None = None
+    """Where to write the orders of the recommended synchronous plan, to look at or to change; `adapipe train
+    --sync-schedule` takes such a file."""
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -109,9 +124,7 @@ def _plan(config: PlanConfig) -> None:
         _write_json(config.json, estimates)
     best, reason = recommend(estimates, device_bytes)
     c = best.candidate
-    flags = f"--mode {c.mode} --stages {c.stages} --microbatches {c.microbatches}"
-    flags += f" --in-flight {c.in_flight}" if c.in_flight != 1 else ""
-    console.print(f"recommended: {flags}\nbecause: {reason}", markup=False, soft_wrap=True)
+    console.print(f"recommended: {c.flags}\nbecause: {reason}", markup=False, soft_wrap=True)
     hiding = hiding_in_flight(costs(c.stages))
     if hiding > c.in_flight:
         gain = best.seconds_per_update / seconds_per_update(replace(c, in_flight=hiding), costs(c.stages))
@@ -125,6 +138,8 @@ def _plan(config: PlanConfig) -> None:
     console.print(_stages(best))
     _draw(best, costs(c.stages), config.picture)
     console.print(f"timeline drawn to {config.picture}", markup=False, soft_wrap=True)
+    if config.csv is not None:
+        _write_csv(config.csv, c)
 
 
 def _check_messages(cost: CostModel) -> None:
@@ -180,7 +195,7 @@ def _numbers(flag: str, text: str) -> list[int]:
 def _overview(estimates: Sequence[Estimate], device_bytes: float | None) -> Table:
     """A row per candidate."""
     table = _table(
-        "mode", "stages", "microbatches", "in flight", "time/update", "tokens/s", "vs sync", "bubble",
+        "mode", "stages", "microbatches", "in flight", "time/update", "tokens/s", "vs best sync", "bubble",
         "staleness mean", "most", "peak memory", "",
     )  # fmt: skip
     for e in estimates:
@@ -248,21 +263,32 @@ def _bytes(value: float) -> str:
 
 
 def _draw(best: Estimate, cost: CostModel, path: Path) -> None:
-    """A few updates of the recommended plan, under the same in the other mode."""
+    """A few updates of the recommended plan, and of the same in the other mode."""
     from adapipe.reports.timeline import Panel, draw_timeline
-    from adapipe.schedule.timeline import asynchronous_timeline, synchronous_timeline
 
     c = best.candidate
     updates = 3 if c.microbatches <= 32 else 2
     panels = []
-    for mode, simulated in (("sync", synchronous_timeline), ("async", asynchronous_timeline)):
-        timeline = simulated(cost, c.microbatches, updates, c.in_flight)
-        title = f"{mode}: {updates} updates of {c.microbatches} microbatches on {c.stages} stages"
+    for mode in (c.mode if c.synchronous else best.against, ASYNC):
+        timeline = replace(c, mode=mode).timeline(cost, updates)
+        name = mode if mode == ASYNC else f"sync, {mode}"
+        title = f"{name}: {updates} updates of {c.microbatches} microbatches on {c.stages} stages"
         panels.append(Panel(title, timeline.table.kinds, timeline.table.indices, timeline.starts, timeline.ends))
     try:
         draw_timeline(panels, path, clock="virtual")
     except OSError as error:
         raise ConfigurationError(f"--picture {path} cannot be written ({error.strerror}): give another path") from None
+
+
+def _write_csv(path: Path, candidate: Candidate) -> None:
+    if not candidate.synchronous:
+        raise ConfigurationError("--csv: the recommended plan is asynchronous; give --modes with synchronous schedules")
+    c = candidate
+    try:
+        path.write_text(schedule_csv(sync_schedule(c.mode, c.stages, c.microbatches, c.in_flight)))
+    except OSError as error:
+        raise ConfigurationError(f"--csv {path} cannot be written ({error.strerror}): give another path") from None
+    print(f"orders written to {path}")
 
 
 def _write_json(path: Path, estimates: Sequence[Estimate]) -> None:

@@ -16,10 +16,15 @@ from adapipe.cli.rank import be_a_rank, train_checked
 from adapipe.engine.world import launched_world_size
 from adapipe.errors import ConfigurationError
 from adapipe.profiling import measured_cost, with_memory
-from adapipe.schedule.cost import cost_toml
+from adapipe.schedule.cost import StageCost, cost_toml
+from adapipe.training import schedule_choice
 
-WARM_UP = 2
-"""Updates that are run and not counted, in either mode."""
+_WARM_UP = schedule_choice.WARM_UP
+
+
+def _trial(config: ProfileConfig) -> int:
+    """Updates to measure each synchronous schedule with."""
+    return config.updates // 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class ProfileConfig(ModelOptions):
     microbatches: int = 4
     """Microbatches per update while measuring."""
     updates: int = 20
-    """Updates to measure, half of them synchronous, half asynchronous."""
+    """Updates to measure, half of them synchronous (one half of those 1f1b, one zb-h1), half asynchronous."""
     out: Path = Path("cost.toml")
     """Where to write the cost file."""
     overwrite: bool = False
@@ -65,20 +70,20 @@ def cores() -> int:
 
 def _checked(config: ProfileConfig) -> Checked:
     """The configuration as that of a short training run. Raises ConfigurationError if it cannot work."""
-    if config.updates < 2:
-        raise ConfigurationError(f"--updates {config.updates}: give at least 2, one in each mode")
+    if config.updates < 4:
+        raise ConfigurationError(f"--updates {config.updates}: give at least 4, one of each kind and one to spare")
     if config.out.exists() and not config.overwrite:
         raise ConfigurationError(f"--out {config.out} exists: give another file, or --overwrite to replace it")
     if not os.access(config.out.parent, os.W_OK):
         raise ConfigurationError(f"--out {config.out}: its folder does not exist or cannot be written to")
-    half = config.updates // 2
+    synchronous, asynchronous = 2 * (_WARM_UP + _trial(config)), _WARM_UP + config.updates - 2 * _trial(config)
     model = {field.name: getattr(config, field.name) for field in fields(ModelOptions)}
     return Checked(
         TrainConfig(
             **model,
             microbatches=config.microbatches,
-            plan=f"sync:{WARM_UP + half},async:{WARM_UP + config.updates - half}",
-            updates=2 * WARM_UP + config.updates,
+            plan=f"sync:{synchronous},async:{asynchronous}",
+            updates=synchronous + asynchronous,
         )
     )
 
@@ -88,7 +93,12 @@ def _profile(config: ProfileConfig, checked: Checked) -> None:
     links = launched_world_size() not in (None, 1)
     metered = train_checked(checked, measure_memory=True, progress=False)
     assert metered.memory is not None
-    timed = train_checked(checked, timeline=range(WARM_UP, checked.options.budget.updates or 0), progress=False)
+    timed = train_checked(
+        checked,
+        timeline=range(_WARM_UP, checked.options.budget.updates or 0),
+        trial_updates=_trial(config),
+        progress=False,
+    )
     assert timed.timeline is not None
     tokens = config.microbatch_size * config.sequence_length
     cost = measured_cost(
@@ -105,7 +115,13 @@ def _profile(config: ProfileConfig, checked: Checked) -> None:
         for number, stage in enumerate(cost.stages):
             hop = f", hop {1e3 * cost.links[number].latency:.3g} ms" if links and number < len(cost.links) else ""
             print(
-                f"stage {number}: forward {1e3 * stage.forward:.4g} ms, backward {1e3 * stage.backward:.4g} ms, "
+                f"stage {number}: forward {1e3 * stage.forward:.4g} ms, backward {1e3 * stage.backward:.4g} ms "
+                f"(halves {_halves(stage)}), "
                 f"update {1e3 * stage.update:.4g} ms, {stage.activation_bytes} bytes kept per microbatch{hop}"
             )
         print(f"cost file written to {config.out}", flush=True)
+
+
+def _halves(stage: StageCost) -> str:
+    halves = stage.backward_input, stage.backward_weight
+    return " and ".join("-" if half is None else f"{1e3 * half:.4g}" for half in halves)

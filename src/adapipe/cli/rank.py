@@ -50,6 +50,7 @@ def train_checked(checked: Checked, **more: Any) -> Result:
         precision=options.precision,
         device=local_device(config.device),
         in_flight=options.in_flight,
+        sync_schedule=options.sync_schedule,
         emulate=checked.emulate,
         seed=config.seed,
         **more,

@@ -84,6 +84,16 @@ class MeteredStage(Stage):
         self._note()
         return result
 
+    def backward_input(self, microbatch: int, *arguments: Any) -> tuple[torch.Tensor | None, int]:
+        result = super().backward_input(microbatch, *arguments)
+        self._note()
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        super().backward_weight(microbatch)
+        del self._kept[microbatch]
+        self._note()
+
     def update(self, rate_factor: float, coefficient: float) -> None:
         super().update(rate_factor, coefficient)
         self._note()

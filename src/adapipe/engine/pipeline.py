@@ -12,9 +12,11 @@ from adapipe.engine.clock import Clock, VirtualClock, WallClock
 from adapipe.engine.memory import MemoryUse, MeteredStage
 from adapipe.engine.runtime import Runtime
 from adapipe.engine.transport import Steps, Transport
+from adapipe.engine.transport.base import Vector
 from adapipe.engine.transport.in_process import Hub
 from adapipe.engine.work import Batches, Report, Work
 from adapipe.errors import EngineError
+from adapipe.schedule import Buffers, SyncSchedule
 from adapipe.schedule.cost import CostModel
 from adapipe.schedule.table import OrderTable
 from adapipe.schedule.timeline import Timeline
@@ -37,6 +39,16 @@ class Pipeline:
         """The clock of the first stage of this process."""
         return self.runtimes[0].clock
 
+    @property
+    def schedule(self) -> SyncSchedule:
+        """Of the synchronous updates to come."""
+        return self.runtimes[0].schedule
+
+    @schedule.setter
+    def schedule(self, schedule: SyncSchedule) -> None:
+        for runtime in self.runtimes:
+            runtime.schedule = schedule
+
     def begin_phase(self) -> None:
         """Agree anew on shapes with the next messages."""
         for runtime in self.runtimes:
@@ -55,7 +67,14 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What all stages did during the updates that their runtimes keep records of."""
-        gathered = self._drive([runtime.share_kept() for runtime in self.runtimes])[0]
+        return self._gathered([runtime.share(runtime.kept) for runtime in self.runtimes])
+
+    def last_run(self) -> Timeline:
+        """What all stages did in the last `run`."""
+        return self._gathered([runtime.share(runtime.records) for runtime in self.runtimes])
+
+    def _gathered(self, shares: Sequence[Steps[Vector]]) -> Timeline:
+        gathered = self._drive(shares)[0]
         kinds, indices, came, began, done = np.moveaxis(gathered, -1, 0)
         return Timeline(OrderTable(kinds.astype(np.int8), indices.astype(np.int64)), began, done, waits=began - came)
 
@@ -89,15 +108,16 @@ def in_process_pipeline(
     stages: int,
     build: Callable[[int, Transport, Clock], Runtime],
     *,
-    in_flight: int = 1,
+    buffers: Sequence[Buffers] | None = None,
     emulate: CostModel | None = None,
 ) -> Pipeline:
-    """All stages in this thread. build: (stage, its transport, its clock) -> its runtime. emulate: give every stage a
+    """All stages in this thread. build: (stage, its transport, its clock) -> its runtime. buffers: of every stage; None
+    for those of 1F1B. emulate: give every stage a
     virtual device with the times of this cost model, instead of real time. Raises ConfigurationError if the model is
     of another number of stages."""
     clocks: list[Clock] = [WallClock() for _ in range(stages)]
     if emulate is not None:
         emulate.require(stages)
         clocks = [VirtualClock(cost, emulate.factors(s)) for s, cost in enumerate(emulate.stages)]
-    hub = Hub(clocks, Bulletin.length(stages), in_flight, emulate.links if emulate else None)
+    hub = Hub(clocks, Bulletin.length(stages), buffers, emulate.links if emulate else None)
     return Pipeline([build(t.stage, t, clocks[t.stage]) for t in hub.transports()], hub)

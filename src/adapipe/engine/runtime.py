@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,26 @@ from adapipe.engine.transport import Direction, Steps, Transport
 from adapipe.engine.transport.base import T, Vector
 from adapipe.engine.work import Batches, Record, Report, Row, Work
 from adapipe.errors import AdaPipeError, ConfigurationError, EngineError, PeerFailure, StageFailure
-from adapipe.schedule import Action, Kind, SegmentOrder, evaluation_order, laws
-from adapipe.schedule.table import CODES
+from adapipe.schedule import (
+    Action,
+    Kind,
+    SegmentOrder,
+    SyncSchedule,
+    UpdateOrder,
+    evaluation_order,
+    laws,
+    sync_schedule,
+)
+from adapipe.schedule.table import CODES, NOTHING
 
 
 class Runtime:
     """Runs the actions of one stage.
 
     microbatches: K, per update. clip: limit of the global gradient norm, or None. count: targets -> tokens in them.
-    rank: named in messages. in_flight: microbatches in flight per hop, as the transport was built for. keep: updates
-    whose records are kept beyond the run that made them.
+    rank: named in messages. in_flight: microbatches in flight per hop. schedule: of synchronous updates, 1F1B if it is
+    not given; it may be replaced while the pipeline is flushed. The transport must have the buffers for both. keep:
+    updates whose records are kept beyond the run that made them.
     """
 
     def __init__(
@@ -41,6 +51,7 @@ class Runtime:
         count: Callable[[Any], int],
         rank: int,
         in_flight: int = 1,
+        schedule: SyncSchedule | None = None,
         keep: range = range(0),
     ) -> None:
         self.stage = stage
@@ -52,6 +63,7 @@ class Runtime:
         self.count = count
         self.rank = rank
         self.in_flight = in_flight
+        self.schedule = schedule or sync_schedule("1f1b", stage.stages, microbatches, in_flight)
         self.keep = keep
         self.bulletin = Bulletin(stage.stages)
         self.records: list[Record] = []
@@ -70,7 +82,7 @@ class Runtime:
         self._segment_start = 0
         self._stopping = False
         self._bound = 0  # of the staleness in this segment
-        self._order: SegmentOrder
+        self._order: SegmentOrder | UpdateOrder
         self._work: Work
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -107,20 +119,28 @@ class Runtime:
 
     def _segment(self, first_update: int, updates: int, rows: list[Row]) -> Steps[None]:
         stage = self.stage
-        self._order = SegmentOrder(stage.index, stage.stages, self.microbatches, first_update, updates, self.in_flight)
         self._segment_start = first_update
         self._exact = updates == 1
+        if self._exact:
+            self._order = UpdateOrder(self.schedule.orders[stage.index], self.microbatches, first_update)
+        else:
+            self._order = SegmentOrder(
+                stage.index, stage.stages, self.microbatches, first_update, updates, self.in_flight
+            )
+        self._answers_expected = False
         self._bound = 0 if self._exact else laws.staleness_bound(self._warm_up, self.microbatches)
         self._versioned = self._bound > 0
         if self._exact:
             self.transport.prepare_exchange()
         if not stage.first:
-            self._post(Direction.DOWN, first_update * self.microbatches)
+            self._post(Direction.DOWN, None)
         for action in self._order:
             if action.kind is Kind.FORWARD:
                 yield from self._located(action, self._forward(action))
-            elif action.kind is Kind.BACKWARD:
+            elif action.kind.answers:
                 yield from self._located(action, self._backward(action))
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                yield from self._located(action, self._backward_weight(action))
             else:
                 yield from self._located(action, self._update(action, rows))
         if stage.in_flight:
@@ -151,7 +171,7 @@ class Runtime:
             began = self.clock.now()
             self._read(message.note)
             inputs = message.payload
-            self._post(Direction.DOWN, i + 1)
+            self._post(Direction.DOWN, i)
         output = stage.forward(i, inputs, targets, versioned=self._versioned)
         self.clock.spend(action.kind)
         if stage.last:
@@ -165,8 +185,9 @@ class Runtime:
         done = self.clock.now()
         if not stage.last:
             yield from self._send(Direction.DOWN, i, output)
-            if i == self._segment_start * self.microbatches:
-                self._post(Direction.UP, i)
+            if not self._answers_expected:
+                self._answers_expected = True
+                self._post(Direction.UP, None)
         self.most_versions = max(self.most_versions, stage.versions.live)
         self._record(action, start, began, done, stage.versions.number)
 
@@ -179,17 +200,17 @@ class Runtime:
             began = self.clock.now()
             self._read(message.note)
             gradient = message.payload
-            self._post(Direction.UP, i + 1)
+            self._post(Direction.UP, i)
         update = i // self.microbatches
         scale = 1.0 / self._tokens[update] if stage.last else 1.0
-        input_gradient, used = stage.backward(i, gradient, scale)
+        run = stage.backward if action.kind.completes else stage.backward_input
+        input_gradient, used = run(i, gradient, scale)
         self.clock.spend(action.kind)
         done = self.clock.now()
-        if not stage.last:
-            self.transport.release(Direction.UP, i)
         if input_gradient is not None:
             yield from self._send(Direction.UP, i, input_gradient)
-            self.transport.release(Direction.DOWN, i)
+        if action.kind.completes:
+            self._release(i)
         staleness = update - used
         if not 0 <= staleness <= self._bound:
             raise EngineError(
@@ -197,6 +218,22 @@ class Runtime:
             )
         self._staleness.append(staleness)
         self._record(action, start, began, done, used)
+
+    def _backward_weight(self, action: Action) -> Steps[None]:
+        start = self.clock.now()
+        self.stage.backward_weight(action.index)
+        self.clock.spend(action.kind)
+        self._release(action.index)
+        self._record(action, start, start, self.clock.now(), self.stage.versions.number)
+        return
+        yield  # a generator like the other actions, though it never waits
+
+    def _release(self, microbatch: int) -> None:
+        """What was received for this microbatch is no longer needed."""
+        if not self.stage.last:
+            self.transport.release(Direction.UP, microbatch)
+        if not self.stage.first:
+            self.transport.release(Direction.DOWN, microbatch)
 
     def _update(self, action: Action, rows: list[Row]) -> Steps[None]:
         update, stage, bulletin = action.index, self.stage, self.bulletin
@@ -312,12 +349,17 @@ class Runtime:
         yield from self._send(Direction.DOWN, i, output)
         return 0.0, 0
 
-    def share_kept(self) -> Steps[Vector]:
-        """(stages, actions, 5): the kept records of all stages as kind code, index, start, began, done. All stages have
-        made the same updates, so all have as many."""
-        kept = [(CODES[r.action.kind], r.action.index, r.start, r.began, r.done) for r in self.kept]
-        gathered = yield from self.gather(np.array(kept, dtype=np.float64).ravel())
-        return gathered.reshape(self.stage.stages, len(kept), 5)
+    def share(self, records: Sequence[Record]) -> Steps[Vector]:
+        """(stages, actions, 5): such records of all stages as kind code, index, start, began, done. Where a stage has
+        fewer actions than others, NOTHING and NaN. The records must be of the same updates."""
+        updates = sum(record.action.kind is Kind.UPDATE for record in records)
+        most = updates * (3 * self.microbatches + 1)  # F, I, W and U
+        kept = np.full((most, 5), np.nan)
+        kept[:, :2] = NOTHING
+        for row, r in zip(kept, records, strict=False):
+            row[:] = CODES[r.action.kind], r.action.index, r.start, r.began, r.done
+        gathered = (yield from self.gather(kept.ravel())).reshape(self.stage.stages, most, 5)
+        return gathered[:, : int((gathered[:, :, 0] != NOTHING).sum(1).max())]
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -344,10 +386,10 @@ class Runtime:
     def _to_device(self, targets: Any) -> Any:
         return targets.to(self.stage.device) if isinstance(targets, torch.Tensor) else targets
 
-    def _post(self, direction: Direction, microbatch: int) -> None:
-        """Make ready for the next messages of the segment, from this microbatch on."""
-        end = min(microbatch + self._ahead, self._order.end_microbatch)
-        self.transport.post(direction, range(microbatch, end))
+    def _post(self, direction: Direction, after: int | None) -> None:
+        """Make ready for the messages of the segment that follow this microbatch; None: for the first ones."""
+        taken_by = Kind.FORWARD if direction is Direction.DOWN else Kind.BACKWARD
+        self.transport.post(direction, self._order.following(taken_by, after, self._ahead))
 
     def _send(self, direction: Direction, microbatch: int, payload: torch.Tensor) -> Steps[None]:
         """Send, with the bulletin as note."""

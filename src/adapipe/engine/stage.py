@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from adapipe.engine.clipping import squared_norm
+from adapipe.engine.split_backward import Recomputes, SplitBackward
 from adapipe.engine.versions import Version, VersionStore
 from adapipe.errors import AdaPipeError, EngineError
 
@@ -36,12 +37,30 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _InFlight:
-    """A microbatch between its forward and its backward."""
+    """A microbatch between its forward and the end of its backward."""
 
     received: torch.Tensor | None  # the leaf that collects the input's gradient; None on stage 0
     output: torch.Tensor  # the activation, or on the last stage the loss
     number: int  # version of the weights that its forward used
     version: Version | None  # None: the module's own weights
+    rest: Callable[[], None] | None = None  # of a split backward whose first half has run: the second half
+
+
+def _from_loss(entry: _InFlight, gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """The gradient that came, or on the last stage that of the loss."""
+    return torch.full_like(entry.output, scale) if gradient is None else gradient
+
+
+def _whole(output: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
+    """A backward in one go."""
+    return lambda: torch.autograd.backward(output, gradient) if output.requires_grad else None
+
+
+def _input_gradient(received: torch.Tensor | None) -> torch.Tensor | None:
+    """None on stage 0; zeros where the input was not used."""
+    if received is None:
+        return None
+    return torch.zeros_like(received) if received.grad is None else received.grad
 
 
 class Stage:
@@ -78,6 +97,7 @@ class Stage:
         self._loss = loss
         self._autocast = autocast
         self._in_flight: dict[int, _InFlight] = {}
+        self._recomputes = False  # blocks recompute their activations: backwards are not split
 
     @property
     def first(self) -> bool:
@@ -89,8 +109,13 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches between their forward and their backward."""
+        """Microbatches between their forward and the end of their backward."""
         return len(self._in_flight)
+
+    @property
+    def parked(self) -> list[int]:
+        """Microbatches whose input gradient has been made, and whose weight gradients have not."""
+        return [microbatch for microbatch, entry in self._in_flight.items() if entry.rest is not None]
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
@@ -139,23 +164,66 @@ class Stage:
         `scale` (one over the tokens of the whole update). Returns the gradient of the stage's input (None on stage 0;
         zeros where the input was not used) and the number of the weight version that the forward used.
         """
-        if microbatch not in self._in_flight:
+        entry = self._gone_forward(microbatch)
+        self._accumulate(entry, _whole(entry.output, _from_loss(entry, gradient, scale)))
+        self._finish(microbatch)
+        return _input_gradient(entry.received), entry.number
+
+    def backward_input(
+        self, microbatch: int, gradient: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor | None, int]:
+        """The first half of `backward`, with its arguments and results: it makes the gradient of the stage's input.
+        `backward_weight` must follow, and `gradient` stay as it is until then.
+
+        On stage 0, which needs no gradient of its input, it does nothing. On a stage whose blocks recompute their
+        activations it does everything, and the second half nothing: see `adapipe.engine.split_backward`.
+        """
+        entry = self._gone_forward(microbatch)
+        gradient = _from_loss(entry, gradient, scale)
+        whole = _whole(entry.output, gradient)
+        if entry.received is None:
+            entry.rest = whole
+            return None, entry.number
+        entry.rest = lambda: None
+        if entry.output.requires_grad and not self._recomputes:
+            split = SplitBackward(entry.output, gradient, entry.received)
+            try:
+                entry.received.grad = split.input()
+                entry.rest = split.weight
+            except Recomputes:
+                self._recomputes = True
+        if self._recomputes:
+            self._accumulate(entry, whole)
+        return _input_gradient(entry.received), entry.number
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: accumulate this microbatch's weight gradients."""
+        entry = self._in_flight.get(microbatch)
+        if entry is None or entry.rest is None:
+            raise EngineError(f"the input gradient of microbatch {microbatch} has not been made")
+        self._accumulate(entry, entry.rest)
+        self._finish(microbatch)
+
+    def _gone_forward(self, microbatch: int) -> _InFlight:
+        entry = self._in_flight.get(microbatch)
+        if entry is None:
             raise EngineError(f"microbatch {microbatch} has not gone forward")
+        if entry.rest is not None:
+            raise EngineError(f"the input gradient of microbatch {microbatch} has been made before")
+        return entry
+
+    def _accumulate(self, entry: _InFlight, run: Callable[[], None]) -> None:
+        """Run (a part of) a backward, whose gradients go to the parameters' buffers."""
+        if entry.version is not None:
+            self.versions.lend_gradients(entry.version)
+        run()
+        if entry.version is not None:
+            self.versions.take_gradients(entry.version)
+
+    def _finish(self, microbatch: int) -> None:
         entry = self._in_flight.pop(microbatch)
-        if gradient is None:
-            gradient = torch.full_like(entry.output, scale)
-        if entry.output.requires_grad:
-            if entry.version is not None:
-                self.versions.lend_gradients(entry.version)
-            torch.autograd.backward(entry.output, gradient)
-            if entry.version is not None:
-                self.versions.take_gradients(entry.version)
         if entry.version is not None:
             self.versions.release(entry.version)
-        received = entry.received
-        if received is None:
-            return None, entry.number
-        return torch.zeros_like(received) if received.grad is None else received.grad, entry.number
 
     @property
     def learning_rate(self) -> float:
@@ -167,7 +235,11 @@ class Stage:
         return squared_norm(self.versions.gradients())
 
     def update(self, rate_factor: float, coefficient: float) -> None:
-        """One optimizer step with every group's learning rate times `rate_factor`, gradients times `coefficient`."""
+        """One optimizer step with every group's learning rate times `rate_factor`, gradients times `coefficient`.
+
+        Raises EngineError while weight gradients are still to be made."""
+        if self.parked:
+            raise EngineError(f"an update while the weight gradients of microbatches {self.parked} are not made")
         if self.optimizer is None:
             self.versions.advance()
             return

@@ -11,18 +11,34 @@ from adapipe.errors import ScheduleError
 
 
 class Kind(Enum):
-    """What an action does. The value is the letter in a cell."""
+    """What an action does. The value is the letter in a cell.
+
+    A backward is whole, B, or split in two: I makes the gradient of the stage's input and passes it on, W those of its
+    weights, later.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     UPDATE = "U"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    @property
+    def answers(self) -> bool:
+        """Does it take the gradient of a microbatch from the next stage, and pass one on? (B and I)"""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+    @property
+    def completes(self) -> bool:
+        """Does it end the work on a microbatch and free what it kept? (B and W)"""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One action of one stage.
 
-    `index` is the number of a microbatch (forward, backward) or of an update, both counted from 0 over the whole run.
+    `index` is the number of a microbatch, or of an update (U), both counted from 0 over the whole run.
     """
 
     stage: int
@@ -34,7 +50,7 @@ class Action:
 
 
 # Numbers without leading zeros, so that every action has exactly one spelling.
-_CELL = re.compile(r"(0|[1-9][0-9]*)([FBU])(0|[1-9][0-9]*)", re.ASCII)
+_CELL = re.compile(r"(0|[1-9][0-9]*)([FBIWU])(0|[1-9][0-9]*)", re.ASCII)
 
 
 def parse_cell(text: str) -> Action:
@@ -42,7 +58,7 @@ def parse_cell(text: str) -> Action:
     match = _CELL.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"{text!r} is not an action: expected STAGE, then F, B or U, then a number, as in 0F3 or 1U0"
+            f"{text!r} is not an action: expected STAGE, then F, B, I, W or U, then a number, as in 0F3 or 1U0"
         )
     stage, letter, index = match.groups()
     return Action(int(stage), Kind(letter), int(index))

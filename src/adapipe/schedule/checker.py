@@ -2,30 +2,33 @@
 
 It raises ScheduleError at the first broken rule, with the grid of all stages and the failing cell marked:
 
-  each stage   F(i) once, B(i) once and later, U(u) after exactly the K backwards of update u, no U left out;
-               at most 1 + W microbatches in flight and 1 + ceil(W/K) weight versions
+  each stage   F(i) once, later B(i) once, or I(i) once and later W(i) once; U(u) after exactly the K backwards of
+               update u, no U left out; at most 1 + W microbatches in flight and 1 + ceil(W/K) weight versions
   each edge    both ends name the same microbatches in the same order, since an edge is a FIFO
   staleness    at most ceil(W/K); in steady state at least floor(W/K); none across a flush
-  each ring    no receive is posted into a slot whose microbatch is still needed
+  each ring    there is a free slot for every receive that is posted
   progress     the orders run to their end on the machine of `adapipe.schedule.machine`: no deadlock
 
-W = h * (P-1-s) is how far stage s runs ahead, with h microbatches in flight per hop; P-1-s in 1F1B.
+W = h * (P-1-s) is how far stage s runs ahead, with h microbatches in flight per hop; P-1-s in 1F1B. A synchronous
+schedule may have all K microbatches in flight; it is given the buffers that it turns out to need.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
 
 from adapipe.errors import ScheduleError
 from adapipe.schedule import laws
 from adapipe.schedule.actions import Action, Kind
+from adapipe.schedule.buffers import Buffers, update_buffers
 from adapipe.schedule.grid import fail
-from adapipe.schedule.machine import MESSAGE, Orders, check_progress, check_ring, indices
+from adapipe.schedule.machine import MESSAGE, Orders, check_progress, check_ring, taken
 from adapipe.schedule.orders import segment_orders
+from adapipe.schedule.synchronous import SyncSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,14 @@ class StageReport:
     """What the checker found on one stage.
 
     `staleness` maps each microbatch, in the order of the forwards, to its staleness in updates. An evaluation
-    (forwards only, on all stages) has no staleness, keeps nothing in flight, and reads one version.
+    (forwards only, on all stages) has no staleness, keeps nothing in flight, and reads one version. A microbatch is in
+    flight until its backward is complete; it is parked between the halves of its backward.
     """
 
     staleness: Mapping[int, int]
     peak_in_flight: int
     peak_versions: int
+    peak_parked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,18 @@ def check_orders(
     ahead = laws.receives_ahead(in_flight)
     training = any(action.kind is not Kind.FORWARD for order in orders for action in order)
     first_update = _first_update(orders, microbatches) if training else 0
-    stages = [_check_stage(orders, s, microbatches, first_update, training, warm_ups[s]) for s in range(len(orders))]
+    stages = [
+        _check_stage(
+            orders,
+            s,
+            microbatches,
+            first_update,
+            training,
+            most_in_flight=laws.in_flight_bound(warm_ups[s]),
+            most_versions=laws.version_bound(warm_ups[s], microbatches),
+        )
+        for s in range(len(orders))
+    ]
     for s in range(len(orders) - 1):
         _check_edge(orders, s, s + 1, Kind.FORWARD)
         _check_edge(orders, s + 1, s, Kind.BACKWARD)
@@ -98,12 +114,48 @@ def check_orders(
         _check_staleness(orders, stages, microbatches, first_update, flush_every, warm_ups)
     for s in range(len(orders)):
         if s > 0:
-            freed_by = Kind.BACKWARD if training else Kind.FORWARD
-            check_ring(orders, s, Kind.FORWARD, freed_by, activation_slots[s], ahead)
+            check_ring(orders, s, Kind.FORWARD, training, activation_slots[s], ahead)
         if s < len(orders) - 1:
-            check_ring(orders, s, Kind.BACKWARD, Kind.BACKWARD, gradient_slots, ahead)
+            check_ring(orders, s, Kind.BACKWARD, training, gradient_slots, ahead)
     check_progress(orders, send_slots, ahead)
     return CheckReport(tuple(stages))
+
+
+def check_synchronous(schedule: SyncSchedule, in_flight: int = 1) -> tuple[CheckReport, list[Buffers]]:
+    """Prove the orders of a synchronous schedule, and say which buffers every stage needs for them.
+
+    A send has as many buffers as the laws say, or, where the orders could not go on with those, one per microbatch.
+    Raises ScheduleError at the first broken rule.
+    """
+    orders, microbatches = schedule.orders, schedule.microbatches
+    ahead = laws.receives_ahead(in_flight)
+    reports = [
+        _check_stage(orders, s, microbatches, 0, True, most_in_flight=microbatches, most_versions=1)
+        for s in range(len(orders))
+    ]
+    for s, order in enumerate(orders):
+        if order[-1:] != (Action(s, Kind.UPDATE, 0),) or len(reports[s].staleness) != microbatches:
+            raise ScheduleError(
+                f"stage {s} must run microbatches 0 to {microbatches - 1}, each once, and then update 0"
+            )
+    for s in range(len(orders) - 1):
+        _check_edge(orders, s, s + 1, Kind.FORWARD)
+        _check_edge(orders, s + 1, s, Kind.BACKWARD)
+    sends = laws.send_slots(in_flight)
+    try:
+        check_progress(orders, sends, ahead)
+    except ScheduleError:
+        sends = max(sends, microbatches)
+        check_progress(orders, sends, ahead)
+    buffers = [
+        replace(update_buffers(r.peak_in_flight, r.peak_parked, microbatches, in_flight), sends=sends) for r in reports
+    ]
+    for s in range(len(orders)):
+        if s > 0:
+            check_ring(orders, s, Kind.FORWARD, True, buffers[s].activations, ahead)
+        if s < len(orders) - 1:
+            check_ring(orders, s, Kind.BACKWARD, True, buffers[s].gradients, ahead)
+    return CheckReport(tuple(reports)), buffers
 
 
 def check_segment(
@@ -130,18 +182,24 @@ def _first_update(orders: Orders, microbatches: int) -> int:
 
 
 def _check_stage(
-    orders: Orders, stage: int, microbatches: int, first_update: int, training: bool, warm_up: int
+    orders: Orders,
+    stage: int,
+    microbatches: int,
+    first_update: int,
+    training: bool,
+    *,
+    most_in_flight: int,
+    most_versions: int,
 ) -> StageReport:
     """Prove what concerns one stage alone: pairing, updates, and how much it holds."""
-    most_in_flight = laws.in_flight_bound(warm_up)
-    most_versions = laws.version_bound(warm_up, microbatches)
-    backwards = set(indices(orders[stage], Kind.BACKWARD))
+    backwards = {microbatch for _, microbatch in taken(orders[stage], Kind.BACKWARD)}
     version = first_update  # the weights that the next forward reads; also the next update
     read: dict[int, int] = {}  # every microbatch -> the version its forward read
     in_flight: set[int] = set()
     held: Counter[int] = Counter()  # version -> how many microbatches in flight hold it
-    accumulated: set[int] = set()  # backwards since the last update
-    peak_in_flight, peak_versions = 0, 1
+    parked: set[int] = set()  # I has run, W has not
+    accumulated: set[int] = set()  # complete since the last update
+    peak_in_flight, peak_versions, peak_parked = 0, 1, 0
     for position, action in enumerate(orders[stage]):
         index = action.index
         if action.stage != stage:
@@ -159,17 +217,24 @@ def _check_stage(
             if len(in_flight) > most_in_flight:
                 reason = f"{len(in_flight)} microbatches in flight, at most 1 + W = {most_in_flight} is allowed"
                 fail(orders, stage, position, reason)
-        elif action.kind is Kind.BACKWARD:
+            continue
+        if action.kind.answers:
             if index not in read:
                 fail(orders, stage, position, f"the forward of microbatch {index} has not run before it")
-            if index not in in_flight:
+            if index not in in_flight or index in parked:
                 fail(orders, stage, position, f"the backward of microbatch {index} runs a second time")
+            parked.add(index)
+        if action.kind.completes:
+            if index not in parked:
+                fail(orders, stage, position, f"the input gradient of microbatch {index} has not been made before it")
+            parked.remove(index)
             in_flight.remove(index)
             held[read[index]] -= 1
             if not held[read[index]]:
                 del held[read[index]]
             accumulated.add(index)
-        else:
+        peak_parked = max(peak_parked, len(parked))
+        if action.kind is Kind.UPDATE:
             _check_update(orders, stage, position, version, accumulated, microbatches)
             accumulated.clear()
             version += 1
@@ -177,11 +242,13 @@ def _check_stage(
             if peak_versions > most_versions:
                 reason = f"{peak_versions} weight versions, at most 1 + ceil(W/K) = {most_versions} is allowed"
                 fail(orders, stage, position, reason)
-    if accumulated:
-        position = orders[stage].index(Action(stage, Kind.BACKWARD, min(accumulated)))
-        fail(orders, stage, position, f"no update follows; {min(accumulated) // microbatches} must apply it")
+    for position, action in enumerate(orders[stage]):
+        if action.index in parked and action.kind.answers:
+            fail(orders, stage, position, f"the weight gradients of microbatch {action.index} are never made")
+        if action.index in accumulated and action.kind.completes:
+            fail(orders, stage, position, f"no update follows; {action.index // microbatches} must apply it")
     staleness = {i: i // microbatches - v for i, v in read.items()} if training else {}
-    return StageReport(MappingProxyType(staleness), peak_in_flight, peak_versions)
+    return StageReport(MappingProxyType(staleness), peak_in_flight, peak_versions, peak_parked)
 
 
 def _check_update(
@@ -202,17 +269,17 @@ def _check_update(
 def _check_edge(orders: Orders, sender: int, receiver: int, kind: Kind) -> None:
     """Prove that the k-th message sent is the k-th expected."""
     what = MESSAGE[kind]
-    sent, expected = indices(orders[sender], kind), indices(orders[receiver], kind)
-    for found, wanted in zip_longest(sent, expected):
-        if found == wanted:
-            continue
-        if wanted is None:
-            position = orders[sender].index(Action(sender, kind, found))
+    for sent, expected in zip_longest(taken(orders[sender], kind), taken(orders[receiver], kind)):
+        if expected is None:
+            position, found = sent
             fail(orders, sender, position, f"stage {receiver} never receives the {what} of microbatch {found}")
-        got = f"the next on the edge from stage {sender} is {found}"
-        if found is None:
+        position, wanted = expected
+        if sent is None:
             got = f"stage {sender} sends no more"
-        position = orders[receiver].index(Action(receiver, kind, wanted))
+        elif sent[1] != wanted:
+            got = f"the next on the edge from stage {sender} is {sent[1]}"
+        else:
+            continue
         fail(orders, receiver, position, f"expects the {what} of microbatch {wanted}, but {got}")
 
 

@@ -42,8 +42,15 @@ class StageCost:
     activation_bytes: int | None = None  # kept by one microbatch between its forward and its backward
 
     def seconds(self, kind: Kind) -> float:
-        """What an action of this kind lasts, without jitter."""
-        return self.slow * {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.UPDATE: self.update}[kind]
+        """What an action of this kind lasts, without jitter. Halves of a backward that are not known are its half."""
+        seconds = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.UPDATE: self.update,
+            Kind.BACKWARD_INPUT: self.backward / 2 if self.backward_input is None else self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward / 2 if self.backward_weight is None else self.backward_weight,
+        }
+        return self.slow * seconds[kind]
 
 
 @dataclass(frozen=True, slots=True)

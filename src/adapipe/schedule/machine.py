@@ -1,6 +1,6 @@
 """The machine that orders run on, without tensors: edges, receiving rings, send buffers.
 
-The machine: activations go down, from F(i) on stage s to F(i) on s+1; gradients go up, from B(i) to B(i) on
+The machine: activations go down, from F(i) on stage s to F(i) on s+1; gradients go up, from B(i) or I(i) to that of
 s-1. A stage takes message k of an edge, posts the receive of message k + `ahead`, computes, and sends. It posts the
 first `ahead` receives of an edge when it comes to the action that needs the first. A send is complete once the peer
 has posted the matching receive; it does not block, but there are only `send_slots` buffers, so send k first waits until
@@ -21,42 +21,47 @@ Edge = tuple[int, int]  # sender and receiver, always neighbours
 Step = Literal["post", "receive", "send"]  # "post" posts the first receives of an edge; each "receive" one more
 
 MESSAGE = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}
-"""What an action receives and sends."""
+"""What goes down and up."""
 
 
-def indices(order: Sequence[Action], kind: Kind) -> list[int]:
-    """The microbatches (or updates) of one kind of action, in order."""
-    return [action.index for action in order if action.kind is kind]
+def taken(order: Sequence[Action], direction: Kind) -> list[tuple[int, int]]:
+    """(position, microbatch) of the actions that take a message, activations (FORWARD) or gradients (BACKWARD), and
+    send one on."""
+    forward = direction is Kind.FORWARD
+    return [
+        (position, action.index)
+        for position, action in enumerate(order)
+        if (action.kind is Kind.FORWARD if forward else action.kind.answers)
+    ]
 
 
-def check_ring(orders: Orders, stage: int, received_by: Kind, freed_by: Kind, slots: int, ahead: int) -> None:
-    """Prove that no receive is posted into a slot in use. Message k of the edge goes to slot k mod `slots`, and its
-    receive is posted when message k - `ahead` is taken."""
-    arrivals = indices(orders[stage], received_by)
-    slot_of = {i: k % slots for k, i in enumerate(arrivals)}
-    holder: dict[int, int] = {}  # slot -> the microbatch that needs it
-    posted = 0
-    received = 0
-    for position, action in enumerate(orders[stage]):
-        if action.kind is received_by:
+def check_ring(orders: Orders, stage: int, direction: Kind, training: bool, slots: int, ahead: int) -> None:
+    """Prove that there is a free slot for every receive. The receive of message k of the edge is posted when message
+    k - `ahead` is taken, and its slot is free again when the microbatch is completed (in an evaluation, at once)."""
+    order = orders[stage]
+    takers = dict(taken(order, direction))
+    arrivals = list(takers.values())
+    holders: list[int] = []
+    posted = received = 0
+    for position, action in enumerate(order):
+        if position in takers:
             received += 1
             for following in arrivals[posted : received + ahead]:
-                slot = slot_of[following]
-                if slot in holder:
-                    reason = f"slot overwritten: the receive of the {MESSAGE[received_by]} of microbatch {following}"
-                    reason += f" goes into slot {slot} of {slots}, which microbatch {holder[slot]} still needs"
+                if len(holders) == slots:
+                    reason = f"no slot is free for the receive of the {MESSAGE[direction]} of microbatch {following}: "
+                    reason += f"there are {slots}, for microbatches {', '.join(map(str, holders))}"
                     fail(orders, stage, position, reason)
-                holder[slot] = following
+                holders.append(following)
                 posted += 1
-        if action.kind is freed_by:
-            del holder[slot_of[action.index]]
+        if action.kind.completes if training else position in takers:
+            holders.remove(action.index)
 
 
 def _steps(order: Sequence[Action], stage: int, stages: int) -> Iterator[tuple[int, Step, Edge]]:
     """What a stage does on its edges: the position of the action, the step, the edge."""
     opened: set[Edge] = set()
     for position, action in enumerate(order):
-        if action.kind is Kind.UPDATE:
+        if action.kind in (Kind.UPDATE, Kind.BACKWARD_WEIGHT):
             continue
         direction = 1 if action.kind is Kind.FORWARD else -1
         source, target = stage - direction, stage + direction
@@ -88,7 +93,7 @@ def check_progress(orders: Orders, send_slots: int, ahead: int) -> None:
     def wait(position: int, step: Step, edge: Edge) -> str:
         sender, receiver = edge
         kind = Kind.FORWARD if sender < receiver else Kind.BACKWARD
-        messages = indices(orders[sender], kind)
+        messages = [microbatch for _, microbatch in taken(orders[sender], kind)]
         if step == "receive":
             message = f"{MESSAGE[kind]} of microbatch {messages[done[step, edge]]}"
             return f"{orders[receiver][position]} waits for the {message} from stage {sender}"

@@ -8,8 +8,9 @@ import numpy as np
 
 from adapipe.errors import ConfigurationError
 from adapipe.schedule import laws
+from adapipe.schedule.buffers import Buffers, enough_for, segment_buffers, update_buffers
 from adapipe.schedule.cost import CostModel
-from adapipe.schedule.table import Holding, walk_segment
+from adapipe.schedule.table import Holding, visit_segment, visit_update
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class StageMemory:
         return self.weights + self.versions + self.gradients + self.optimizer + self.activations + self.messages
 
 
-def peak_memory(cost: CostModel, microbatches: int, *, synchronous: bool, in_flight: int = 1) -> list[StageMemory]:
+def peak_memory(cost: CostModel, microbatches: int, *, schedule: str | None, in_flight: int = 1) -> list[StageMemory]:
     """The moment of the largest total, of every stage, while updates of K = `microbatches` are made.
 
+    schedule: one of `adapipe.schedule.SYNC_SCHEDULES`; None for asynchronous updates. The transport has room for both.
     Raises ConfigurationError if the cost model does not know the bytes of its stages.
     """
     if not cost.knows_memory:
@@ -43,12 +45,13 @@ def peak_memory(cost: CostModel, microbatches: int, *, synchronous: bool, in_fli
     weights = np.array([stage.weight_bytes for stage in cost.stages])
     optimizer = np.array([stage.optimizer_bytes for stage in cost.stages])
     activations = np.array([stage.activation_bytes for stage in cost.stages])
-    buffers = np.array([_message_buffers(s, stages, in_flight) for s in range(stages)])
-    peak = np.zeros((6, stages), np.int64)
+    every = np.arange(stages)
+    parts = np.zeros((6, stages), np.int64)  # at the peak of the rest
+    most = np.zeros((2, stages), np.int64)  # microbatches in flight, and parked
 
     def measure(holding: Holding) -> None:
         # An activation that arrived is kept where it arrived: those slots of its ring count as activations.
-        received = np.where(np.arange(stages) > 0, holding.in_flight, 0)
+        received = np.where(every > 0, holding.in_flight, 0)
         now = np.array(
             [
                 weights,
@@ -56,21 +59,28 @@ def peak_memory(cost: CostModel, microbatches: int, *, synchronous: bool, in_fli
                 np.where(holding.gradients, weights, 0),
                 optimizer,
                 holding.in_flight * activations,
-                (buffers - received) * cost.message_bytes,
+                -received * cost.message_bytes,
             ]
         )
-        higher = now.sum(0) > peak.sum(0)
-        peak[:, higher] = now[:, higher]
+        higher = now.sum(0) > parts.sum(0)
+        parts[:, higher] = now[:, higher]
+        np.maximum(most, [holding.in_flight, holding.parked], out=most)
 
-    # It takes one warm-up until the pipeline is full, and another until every microbatch in it holds its own version.
-    stale = laws.staleness_bound(laws.warm_up(0, stages, in_flight), microbatches)
-    updates = 1 if synchronous else 2 + 2 * stale
-    walk_segment(stages, microbatches, updates, 0, in_flight, measure)
-    return [StageMemory(*(int(value) for value in column)) for column in peak.T]
+    buffers = segment_buffers(stages, in_flight)
+    if schedule is None:
+        # It takes one warm-up until the pipeline is full, and another until every microbatch in it holds its own
+        # version.
+        stale = laws.staleness_bound(laws.warm_up(0, stages, in_flight), microbatches)
+        visit_segment(stages, microbatches, 2 + 2 * stale, in_flight, measure)
+    else:
+        visit_update(schedule, stages, microbatches, in_flight, measure)
+        needed = [update_buffers(int(f), int(p), microbatches, in_flight) for f, p in most.T]
+        buffers = enough_for(buffers, needed)
+    parts[-1] += [_room(buffers[s], s, stages) * cost.message_bytes for s in range(stages)]
+    return [StageMemory(*(int(value) for value in column)) for column in parts.T]
 
 
-def _message_buffers(stage: int, stages: int, in_flight: int) -> int:
+def _room(buffers: Buffers, stage: int, stages: int) -> int:
     """Messages that the transport of a stage has room for: receiving rings and send slots."""
     below, above = stage < stages - 1, stage > 0
-    receiving = above * laws.activation_slots(laws.warm_up(stage, stages, in_flight), in_flight)
-    return receiving + below * laws.gradient_slots(in_flight) + (below + above) * laws.send_slots(in_flight)
+    return above * buffers.activations + below * buffers.gradients + (below + above) * buffers.sends

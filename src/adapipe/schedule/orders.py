@@ -6,7 +6,8 @@ A segment is n updates between two flushes, each of K microbatches, on P stages.
     steady:    F, B, F, B, ...          U after every K-th B
     cool-down: the remaining B          U after every K-th B
 
-n = 1 is synchronous 1F1B; a long n is asynchronous 1F1B with local accumulation. P = 3, K = 2, n = 2:
+n = 1 is synchronous 1F1B; a long n is asynchronous 1F1B with local accumulation. Other ways through a synchronous
+update are in `adapipe.schedule.synchronous`. P = 3, K = 2, n = 2:
 
     stage 0   0F0 0F1 0F2 0B0 0F3 0B1 0U0 0B2 0B3 0U1
     stage 1   1F0 1F1 1B0 1F2 1B1 1U0 1F3 1B2 1B3 1U1
@@ -15,7 +16,8 @@ n = 1 is synchronous 1F1B; a long n is asynchronous 1F1B with local accumulation
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from adapipe.errors import ScheduleError
@@ -23,10 +25,33 @@ from adapipe.schedule.actions import Action, Kind
 from adapipe.schedule.laws import in_flight_bound, warm_up
 
 
-def forward_comes_next(forwards: Any, backwards: Any, end: Any, limit: Any) -> Any:
-    """The rule of every order: a forward while there is one left and the limit of microbatches in flight allows it,
-    else a backward. Of one stage (int), or of many at once (arrays)."""
-    return (forwards < end) & (forwards - backwards < limit)
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far the parts of a stage's work may be apart; `weight_comes_next` and `forward_comes_next` say what it means.
+
+    unanswered: microbatches between their forward and their backward (its first half), at most. parked: microbatches
+    between the two halves of their backward, at most; None for whole backwards.
+    """
+
+    unanswered: int
+    parked: int | None = None
+
+
+def one_f_one_b(stage: int, stages: int, in_flight: int = 1) -> Pace:
+    """1F1B, with `in_flight` microbatches in flight per hop."""
+    return Pace(in_flight_bound(warm_up(stage, stages, in_flight)))
+
+
+def weight_comes_next(answered: Any, completed: Any, end: Any, parked: Any) -> Any:
+    """The first rule of an order: the second half of a backward if more are parked than may be, or if nothing else is
+    left to do. Of one stage (int), or of many at once (arrays)."""
+    return (completed < answered) & ((answered - completed > parked) | (answered == end))
+
+
+def forward_comes_next(forwards: Any, answered: Any, end: Any, unanswered: Any) -> Any:
+    """The second: a forward while there is one left and the limit allows it. Else comes a backward, or its first
+    half."""
+    return (forwards < end) & (forwards - answered < unanswered)
 
 
 def check_segment_shape(stages: int, microbatches: int, updates: int, first_update: int, in_flight: int) -> None:
@@ -50,7 +75,14 @@ class SegmentOrder:
     """
 
     def __init__(
-        self, stage: int, stages: int, microbatches: int, first_update: int, updates: int, in_flight: int = 1
+        self,
+        stage: int,
+        stages: int,
+        microbatches: int,
+        first_update: int,
+        updates: int,
+        in_flight: int = 1,
+        pace: Pace | None = None,
     ) -> None:
         check_segment_shape(stages, microbatches, updates, first_update, in_flight)
         if not 0 <= stage < stages:
@@ -58,10 +90,10 @@ class SegmentOrder:
         self.stage = stage
         self.microbatches = microbatches
         self.end_update = first_update + updates
-        # Forwards whose backward is still to come.
-        self.in_flight_limit = in_flight_bound(warm_up(stage, stages, in_flight))
+        self._pace = pace or one_f_one_b(stage, stages, in_flight)
         self._first_microbatch = first_update * microbatches
-        self._forwards = self._backwards = self._first_microbatch  # the next microbatch of each kind
+        # The next microbatch of each: forwards, backwards or their first halves, backwards or their second halves.
+        self._forwards = self._answered = self._completed = self._first_microbatch
 
     @property
     def end_microbatch(self) -> int:
@@ -85,16 +117,61 @@ class SegmentOrder:
             )
         self.end_update = end_update
 
+    def following(self, direction: Kind, after: int | None, count: int) -> Sequence[int]:
+        """The next `count` microbatches that the stage takes from an edge, forwards or backwards, after this one (None:
+        from the first)."""
+        start = self._first_microbatch if after is None else after + 1
+        return range(start, min(start + count, self.end_microbatch))
+
     def __iter__(self) -> Iterator[Action]:
-        while self._backwards < self.end_microbatch:
-            if forward_comes_next(self._forwards, self._backwards, self.end_microbatch, self.in_flight_limit):
+        stage, parked = self.stage, self._pace.parked
+        while self._completed < self.end_microbatch:
+            if parked is not None and weight_comes_next(self._answered, self._completed, self.end_microbatch, parked):
+                self._completed += 1
+                yield Action(stage, Kind.BACKWARD_WEIGHT, self._completed - 1)
+            elif forward_comes_next(self._forwards, self._answered, self.end_microbatch, self._pace.unanswered):
                 self._forwards += 1
-                yield Action(self.stage, Kind.FORWARD, self._forwards - 1)
+                yield Action(stage, Kind.FORWARD, self._forwards - 1)
+                continue
             else:
-                self._backwards += 1
-                yield Action(self.stage, Kind.BACKWARD, self._backwards - 1)
-                if self._backwards % self.microbatches == 0:
-                    yield Action(self.stage, Kind.UPDATE, self._backwards // self.microbatches - 1)
+                self._answered += 1
+                if parked is not None:
+                    yield Action(stage, Kind.BACKWARD_INPUT, self._answered - 1)
+                    continue
+                self._completed += 1
+                yield Action(stage, Kind.BACKWARD, self._completed - 1)
+            if self._completed % self.microbatches == 0:
+                yield Action(stage, Kind.UPDATE, self._completed // self.microbatches - 1)
+
+
+class UpdateOrder:
+    """The order of one stage for one synchronous update, from its row for update 0. The same face as `SegmentOrder`."""
+
+    def __init__(self, row: Sequence[Action], microbatches: int, update: int) -> None:
+        self._row = row
+        self._first_microbatch = update * microbatches
+        self._update = update
+        self.end_update = update + 1
+        self._taken = {
+            Kind.FORWARD: [a.index + self._first_microbatch for a in row if a.kind is Kind.FORWARD],
+            Kind.BACKWARD: [a.index + self._first_microbatch for a in row if a.kind.answers],
+        }
+
+    def end_at(self, end_update: int) -> None:
+        """Only where it ends anyway. Raises ScheduleError for another update."""
+        if end_update != self.end_update:
+            raise ScheduleError(f"update {self._update} is synchronous and cannot end at {end_update}")
+
+    def following(self, direction: Kind, after: int | None, count: int) -> Sequence[int]:
+        """As `SegmentOrder.following`."""
+        taken = self._taken[direction]
+        start = 0 if after is None else taken.index(after) + 1
+        return taken[start : start + count]
+
+    def __iter__(self) -> Iterator[Action]:
+        for action in self._row:
+            first = self._update if action.kind is Kind.UPDATE else self._first_microbatch
+            yield Action(action.stage, action.kind, action.index + first)
 
 
 def segment_order(

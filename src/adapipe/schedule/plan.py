@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -14,17 +14,26 @@ from adapipe.schedule import laws
 from adapipe.schedule.actions import Kind
 from adapipe.schedule.cost import CostModel
 from adapipe.schedule.memory import StageMemory, peak_memory
-from adapipe.schedule.timeline import asynchronous_timeline, synchronous_timeline
+from adapipe.schedule.synchronous import SYNC_SCHEDULES
+from adapipe.schedule.timeline import Timeline, asynchronous_timeline, synchronous_timeline
 
-MODES = ("sync", "async")
+ASYNC = "async"
+MODES = (*SYNC_SCHEDULES, ASYNC)
+"""Ways to run a pipeline: synchronous schedules, and asynchronously."""
+
+WORTH_A_CHANGE = 0.005
+"""Share of the time of an update."""
 
 MOST_MICROBATCHES = 20_000_000
 """Stages times microbatches of an update that can be simulated: a minute or two, and some GB."""
 
 
+HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run a pipeline. in_flight: microbatches in flight per hop."""
+    """A way to run a pipeline. mode: one of MODES. in_flight: microbatches in flight per hop."""
 
     mode: str
     stages: int
@@ -33,21 +42,36 @@ class Candidate:
 
     @property
     def synchronous(self) -> bool:
-        return self.mode == "sync"
+        return self.mode != ASYNC
+
+    @property
+    def flags(self) -> str:
+        """Of `adapipe train`."""
+        mode = f"--mode sync --sync-schedule {self.mode}" if self.synchronous else "--mode async"
+        flags = f"{mode} --stages {self.stages} --microbatches {self.microbatches}"
+        return flags + (f" --in-flight {self.in_flight}" if self.in_flight != 1 else "")
+
+    def timeline(self, cost: CostModel, updates: int) -> Timeline:
+        """The first so many updates, without training."""
+        if self.synchronous:
+            return synchronous_timeline(cost, self.microbatches, updates, self.in_flight, self.mode)
+        return asynchronous_timeline(cost, self.microbatches, updates, self.in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What to expect of a candidate in steady state; lists are by stage.
 
-    bubble: share of the devices' time that is idle, mean over stages. speed_up: over sync with the same stages,
-    microbatches and in_flight. memory: None if the cost model does not know it.
+    bubble: share of the devices' time that is idle, mean over stages. speed_up: over the fastest of `fair_schedules`
+    with the same stages, microbatches and in_flight, which is `against`. memory: None if the cost model does not know
+    it.
     """
 
     candidate: Candidate
     seconds_per_update: float
     tokens_per_second: float | None
     speed_up: float
+    against: str
     bubble: float
     mean_staleness: list[float]
     most_stale: list[int]
@@ -83,6 +107,28 @@ def candidates(
     return [Candidate(m, p, k, h) for p, k, h, m in product(stages, microbatches, in_flight, modes)]
 
 
+def fair_schedules(stages: int, microbatches: int, in_flight: int = 1) -> tuple[str, ...]:
+    """The synchronous schedules of which no stage holds more microbatches than stage 0 of 1F1B does."""
+    most = laws.in_flight_bound(laws.warm_up(0, stages, in_flight))
+    return tuple(name for name in ("1f1b", "zb-h1", "gpipe") if name != "gpipe" or microbatches <= most)
+
+
+def fastest_schedule(cost: CostModel, microbatches: int, in_flight: int = 1) -> tuple[str, dict[str, float]]:
+    """The fastest of `fair_schedules` for these costs, and the seconds per update of each. One that is faster by less
+    than WORTH_A_CHANGE does not replace an earlier one."""
+    steady = replace(cost, jitter=0.0)
+    stages = len(cost.stages)
+    seconds = {
+        name: seconds_per_update(Candidate(name, stages, microbatches, in_flight), steady)
+        for name in fair_schedules(stages, microbatches, in_flight)
+    }
+    best = "1f1b"
+    for name, own in seconds.items():
+        if own < seconds[best] * (1 - WORTH_A_CHANGE):
+            best = name
+    return best, seconds
+
+
 def estimate(
     wanted: Iterable[Candidate], cost_of: Callable[[int], CostModel], device_bytes: float | None
 ) -> list[Estimate]:
@@ -99,28 +145,34 @@ def estimate(
     for candidate in wanted:
         cost = cost_of(candidate.stages)
         own = timed(candidate, cost)
-        sync = timed(Candidate("sync", candidate.stages, candidate.microbatches, candidate.in_flight), cost)
-        found.append(_estimate(candidate, cost, own, sync / own, device_bytes))
+        fair = fair_schedules(candidate.stages, candidate.microbatches, candidate.in_flight)
+        sync = {name: timed(replace(candidate, mode=name), cost) for name in fair}
+        against = min(sync, key=lambda name: sync[name])
+        found.append(_estimate(candidate, cost, own, sync[against] / own, against, device_bytes))
     return found
 
 
 def _estimate(
-    candidate: Candidate, cost: CostModel, seconds: float, speed_up: float, device_bytes: float | None
+    candidate: Candidate, cost: CostModel, seconds: float, speed_up: float, against: str, device_bytes: float | None
 ) -> Estimate:
     stages, microbatches = candidate.stages, candidate.microbatches
     ahead = [0 if candidate.synchronous else laws.warm_up(s, stages, candidate.in_flight) for s in range(stages)]
+    split = [candidate.mode == "zb-h1" and s > 0 for s in range(stages)]
     busy = [
-        microbatches * (s.seconds(Kind.FORWARD) + s.seconds(Kind.BACKWARD)) + s.seconds(Kind.UPDATE)
-        for s in cost.stages
+        microbatches * sum(s.seconds(kind) for kind in (Kind.FORWARD, *(HALVES if halves else (Kind.BACKWARD,))))
+        + s.seconds(Kind.UPDATE)
+        for s, halves in zip(cost.stages, split, strict=True)
     ]
     memory = None
     if cost.knows_memory:
-        memory = peak_memory(cost, microbatches, synchronous=candidate.synchronous, in_flight=candidate.in_flight)
+        schedule = candidate.mode if candidate.synchronous else None
+        memory = peak_memory(cost, microbatches, schedule=schedule, in_flight=candidate.in_flight)
     return Estimate(
         candidate,
         seconds_per_update=seconds,
         tokens_per_second=None if cost.tokens is None else cost.tokens * microbatches / seconds,
         speed_up=speed_up,
+        against=against,
         bubble=max(0.0, 1 - sum(busy) / (stages * seconds)),
         mean_staleness=[laws.mean_staleness(w, microbatches) for w in ahead],
         most_stale=[laws.staleness_bound(w, microbatches) for w in ahead],
@@ -134,13 +186,13 @@ def seconds_per_update(candidate: Candidate, cost: CostModel) -> float:
     microbatches, in_flight = candidate.microbatches, candidate.in_flight
     least = 20 if cost.jitter else 1
     if candidate.synchronous:
-        ends = synchronous_timeline(cost, microbatches, 1 + least, in_flight).update_ends()[0]
+        ends = candidate.timeline(cost, 1 + least).update_ends()[0]
         return float((ends[-1] - ends[0]) / least)
     # The pipeline fills while stage 0 runs ahead, and empties in the same number of microbatches. Where latency rules,
     # the times repeat with the round trips, so the mean is over at least two.
     ahead = laws.warm_up(0, candidate.stages, in_flight)
     edge, measured = -(-(ahead + 1) // microbatches), max(least, -(-2 * (ahead + 1) // microbatches))
-    ends = asynchronous_timeline(cost, microbatches, 2 * edge + measured, in_flight).update_ends()[0]
+    ends = candidate.timeline(cost, 2 * edge + measured).update_ends()[0]
     return float((ends[-1 - edge] - ends[edge - 1]) / (len(ends) - 2 * edge))
 
 
@@ -178,7 +230,7 @@ def recommend(estimates: Sequence[Estimate], device_bytes: float | None) -> tupl
     reason = "the most microbatches per second" + (" of those that fit" if len(fitting) < len(estimates) else "")
     if not best.candidate.synchronous and best.speed_up > 1:
         reason += (
-            f": {best.speed_up:.2f} times sync with the same stages. It pays if a stale update is worth more than "
-            f"{1 / best.speed_up:.2f} of a fresh one; --mode adaptive finds out"
+            f": {best.speed_up:.2f} times sync ({best.against}) with the same stages. It pays if a stale update is "
+            f"worth more than {1 / best.speed_up:.2f} of a fresh one; --mode adaptive finds out"
         )
     return best, reason

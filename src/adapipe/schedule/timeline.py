@@ -6,6 +6,7 @@ but orders. Both give the same times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,7 +17,7 @@ from adapipe.errors import ScheduleError
 from adapipe.schedule import laws
 from adapipe.schedule.actions import Kind
 from adapipe.schedule.cost import CostModel, gather_times
-from adapipe.schedule.table import CODES, NOTHING, OrderTable, segment_table
+from adapipe.schedule.table import CODES, NOTHING, OrderTable, segment_table, update_table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,17 +40,26 @@ class Timeline:
         return ends
 
 
-def simulate(table: OrderTable, cost: CostModel, *, synchronous: bool, in_flight: int = 1) -> Timeline:
+def joined(timelines: Sequence[Timeline]) -> Timeline:
+    """One after the other, of the same stages. Rows may have gaps, where kinds are NOTHING and times NaN."""
+    table = OrderTable(np.hstack([t.table.kinds for t in timelines]), np.hstack([t.table.indices for t in timelines]))
+    return Timeline(table, *(np.hstack([getattr(t, name) for t in timelines]) for name in ("starts", "ends", "waits")))
+
+
+def simulate(
+    table: OrderTable, cost: CostModel, *, synchronous: bool, send_slots: int = laws.send_slots(1)
+) -> Timeline:
     """Run the orders of all stages as early as they can run.
 
-    synchronous: at every update the stages exchange their norms before they make it. All stages that can do their next
+    synchronous: at every update the stages exchange their norms before they make it. send_slots: messages on their way
+    per directed edge. All stages that can do their next
     action do it at once, so the work in Python grows with the longest order, not with the number of stages.
 
     Raises ScheduleError if the orders cannot run to their end.
     """
     cost.require(table.stages)
     stages, every = table.stages, np.arange(table.stages)
-    messages = _Messages(table, cost, laws.send_slots(in_flight))
+    messages = _Messages(table, cost, send_slots)
     lasts = _durations(table, cost)
     times = np.full((3, *lasts.shape), np.nan)
     # By cell, which is position * stages + stage: flat arrays are twice as fast to pick from.
@@ -98,7 +108,8 @@ class _Messages:
         count = 2 * stages * width
         kinds, indices = table.kinds.T, table.indices.T
         stage = np.arange(stages)
-        forward, backward = kinds == CODES[Kind.FORWARD], kinds == CODES[Kind.BACKWARD]
+        forward = kinds == CODES[Kind.FORWARD]
+        backward = np.isin(kinds, [CODES[kind] for kind in Kind if kind.answers])
         down, up = stage * width + indices, (stages + stage) * width + indices  # by the action that sends it
         needed = np.full(kinds.shape, count, np.int32)
         sent = np.full(kinds.shape, count + 1, np.int32)
@@ -152,16 +163,17 @@ def _durations(table: OrderTable, cost: CostModel) -> Floats:
     return lasts
 
 
-def synchronous_timeline(cost: CostModel, microbatches: int, updates: int, in_flight: int = 1) -> Timeline:
-    """So many updates, a flush after each."""
-    stages = len(cost.stages)
-    table = segment_table(stages, microbatches, 1, 0, in_flight)
-    for update in range(1, updates):
-        table = table.then(segment_table(stages, microbatches, 1, update, in_flight))
-    return simulate(table, cost, synchronous=True, in_flight=in_flight)
+def synchronous_timeline(
+    cost: CostModel, microbatches: int, updates: int, in_flight: int = 1, schedule: str = "1f1b"
+) -> Timeline:
+    """So many updates, a flush after each. schedule: one of `adapipe.schedule.SYNC_SCHEDULES`."""
+    table = update_table(schedule, len(cost.stages), microbatches, in_flight)
+    return simulate(
+        table.repeated(updates, microbatches), cost, synchronous=True, send_slots=laws.send_slots(in_flight)
+    )
 
 
 def asynchronous_timeline(cost: CostModel, microbatches: int, updates: int, in_flight: int = 1) -> Timeline:
     """So many updates, a flush at the end."""
     table = segment_table(len(cost.stages), microbatches, updates, 0, in_flight)
-    return simulate(table, cost, synchronous=False, in_flight=in_flight)
+    return simulate(table, cost, synchronous=False, send_slots=laws.send_slots(in_flight))

@@ -20,6 +20,7 @@ from adapipe.engine.work import Report, Row, Work
 from adapipe.errors import ConfigurationError
 from adapipe.policy import Decision, Director
 from adapipe.training.learning_rate import Schedule
+from adapipe.training.schedule_choice import ScheduleChoice
 from adapipe.training.summary import Tally, perplexity
 
 LONGEST_RUN = 500
@@ -43,6 +44,9 @@ class Observer(Protocol):
     def decided(self, update: int, seconds: float, decision: Decision) -> None:
         """The policy has decided, after so many updates and seconds of training clock."""
 
+    def message(self, text: str) -> None:
+        """Something to know that is neither a line nor a decision."""
+
     def progress(
         self, *, update: int, fraction: float, seconds: float, mode: str, loss: float | None, tally: Tally
     ) -> None:
@@ -61,6 +65,7 @@ class HeldOut(Protocol):
 class Settings:
     """What the loop needs to know.
 
+    choice: of the synchronous schedule; None: the pipeline keeps the one it has.
     evaluate_every: updates between evaluations.
     interrupted: asked on stage 0; once true the run ends after the update in progress.
     """
@@ -72,6 +77,7 @@ class Settings:
     held_out: HeldOut | None
     target_perplexity: float | None
     interrupted: Callable[[], bool]
+    choice: ScheduleChoice | None = None
 
 
 class Loop:
@@ -122,6 +128,10 @@ class Loop:
             limits.append(settings.budget.updates_left(tally.updates, tally.seconds, estimate or math.inf))
         else:
             limits.append(FIRST_RUN)
+        choice = settings.choice if mode == "sync" else None
+        if choice is not None:
+            self._pipeline.schedule = choice.schedule
+            limits += [choice.updates_left] if choice.updates_left is not None else []
         updates = min(limits)
         # Before the first update has been timed, any guess is good enough that is not a learning rate of 0.
         guess = (settings.budget.seconds or 0.0) / 1000
@@ -158,6 +168,10 @@ class Loop:
         seconds = float(report.field("seconds")[0].sum())
         self._seconds_per_update[mode] = seconds / report.updates
         self._write(report, mode)
+        if choice is not None and choice.updates_left is not None:
+            choice.observe(report.updates, self._pipeline.last_run() if choice.measuring else None)
+            if choice.reason is not None:
+                self._observer.message(f"update {self.tally.updates}: {choice.reason}")
         return report
 
     def _rates(self, first: int, seconds: float, seconds_per_update: float) -> Callable[[int], float]:

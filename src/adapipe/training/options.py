@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from adapipe.budget import Budget
-from adapipe.errors import ConfigurationError
+from adapipe.errors import ConfigurationError, ScheduleError
 from adapipe.policy import Fixed, Plan, Policy, Slope, parse_plan
+from adapipe.schedule import SYNC_SCHEDULES, SyncSchedule, check_synchronous, sync_schedule
+from adapipe.schedule.csv_file import read_schedule
+from adapipe.schedule.plan import fair_schedules
 from adapipe.training.learning_rate import Schedule, learning_rate_schedule
 
 MODES = ("sync", "async", "adaptive")
 PRECISIONS = ("fp32", "bf16")
+AUTO = "auto"
+"""The fastest synchronous schedule for the measured costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,7 @@ class Options:
     target_perplexity: float | None
     precision: str
     in_flight: int
+    sync_schedule: str
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
@@ -46,6 +53,11 @@ class Options:
             )
         if self.in_flight < 1:
             raise ConfigurationError(f"--in-flight {self.in_flight}: give at least 1 microbatch per hop")
+        if self.sync_schedule not in (AUTO, *SYNC_SCHEDULES) and not self.sync_schedule.endswith(".csv"):
+            raise ConfigurationError(
+                f"--sync-schedule {self.sync_schedule}: unknown schedule, choose one of {AUTO}, "
+                f"{', '.join(SYNC_SCHEDULES)}, or give a file.csv"
+            )
         # Making them checks what they are made of.
         _ = self.budget, self.policy(), self.schedule()
 
@@ -61,6 +73,30 @@ class Options:
     @property
     def budget(self) -> Budget:
         return Budget(self.updates, self.seconds)
+
+    def sync_schedules(self, stages: int) -> dict[str, SyncSchedule]:
+        """The synchronous schedules that may run, by name: the one that was asked for, or those that the fastest is
+        chosen of. Raises ConfigurationError for one that cannot run."""
+        names: tuple[str, ...] = (self.sync_schedule,)
+        if self.sync_schedule == AUTO:
+            names = fair_schedules(stages, self.microbatches, self.in_flight) if stages > 1 else ("1f1b",)
+        elif self.sync_schedule not in SYNC_SCHEDULES:
+            return {self.sync_schedule: self._from_file(stages)}
+        return {name: sync_schedule(name, stages, self.microbatches, self.in_flight) for name in names}
+
+    def _from_file(self, stages: int) -> SyncSchedule:
+        try:
+            schedule = read_schedule(Path(self.sync_schedule))
+            for flag, wanted, found in (
+                ("--stages", stages, schedule.stages),
+                ("--microbatches", self.microbatches, schedule.microbatches),
+            ):
+                if wanted != found:
+                    raise ScheduleError(f"schedule file {self.sync_schedule} is for {flag} {found}, not {wanted}")
+            check_synchronous(schedule, self.in_flight)
+        except ScheduleError as error:
+            raise ConfigurationError(f"--sync-schedule: {error}") from None
+        return schedule
 
     def policy(self) -> Policy:
         """A fresh policy."""

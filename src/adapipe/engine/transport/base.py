@@ -14,7 +14,8 @@ same thread can run. Callers use `yield from`.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from adapipe.errors import EngineError, TransportError
-from adapipe.schedule import laws
+from adapipe.schedule import Buffers
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -100,54 +101,63 @@ class Message:
 
 
 class Ring:
-    """Which microbatch holds which of a fixed number of slots. A slot in use is never handed out again."""
+    """Which microbatch holds which of a fixed number of slots. A slot in use is never handed out again.
+
+    Receives are posted (`claim`) in the order in which messages arrive; a slot may be freed in any order.
+    """
 
     def __init__(self, slots: int, name: str) -> None:
         self.slots = slots
         self._name = name
-        self._holder: list[int | None] = [None] * slots
-        self._end = 0
+        self._free = list(reversed(range(slots)))
+        self._slot_of: dict[int, int] = {}
+        self._posted: deque[int] = deque()  # those whose message has not been taken
 
     def begin_phase(self) -> None:
         """Microbatches may be numbered anew. Raises EngineError while a slot is in use."""
-        if any(holder is not None for holder in self._holder):
+        if self._slot_of:
             raise EngineError(f"{self._name}: a phase begins while they are in use")
-        self._end = 0
 
-    def unclaimed(self, wanted: range) -> range:
-        """Those of `wanted` that have not been claimed in this phase; microbatches are claimed in order."""
-        return range(max(wanted.start, self._end), wanted.stop)
+    def unposted(self, expected: Sequence[int]) -> Sequence[int]:
+        """Of the microbatches that come next on the edge, those whose receive has not been posted."""
+        posted = len(self._posted)
+        if list(self._posted) != list(expected[:posted]):
+            raise EngineError(f"{self._name}: microbatches {list(self._posted)} are expected, not {list(expected)}")
+        return expected[posted:]
 
     def claim(self, microbatch: int) -> int:
-        """The slot for this microbatch. Raises EngineError if another microbatch still holds it."""
-        slot = microbatch % self.slots
-        holder = self._holder[slot]
-        if holder is not None:
+        """A slot for the next message. Raises EngineError if all are in use."""
+        if not self._free:
             raise EngineError(
-                f"{self._name}: slot {slot} for microbatch {microbatch} still holds microbatch {holder}; "
-                f"the order has more microbatches in flight than the ring has slots ({self.slots})"
+                f"{self._name}: no slot is free for microbatch {microbatch}, microbatches {list(self._slot_of)} hold "
+                f"them; the order has more in flight than the ring has slots ({self.slots})"
             )
-        self._holder[slot] = microbatch
-        self._end = microbatch + 1
-        return slot
+        if microbatch in self._slot_of:
+            raise EngineError(f"{self._name}: microbatch {microbatch} holds a slot already")
+        self._slot_of[microbatch] = self._free.pop()
+        self._posted.append(microbatch)
+        return self._slot_of[microbatch]
 
-    def slot_of(self, microbatch: int) -> int | None:
-        """The slot that this microbatch holds, or None."""
-        slot = microbatch % self.slots
-        return slot if self._holder[slot] == microbatch else None
+    @property
+    def posted(self) -> bool:
+        """Is a receive posted whose message has not been taken?"""
+        return bool(self._posted)
+
+    def take(self, microbatch: int) -> int:
+        """The slot of this microbatch, whose message is the next one on the edge."""
+        if not self._posted or self._posted[0] != microbatch:
+            raise EngineError(f"{self._name}: microbatch {microbatch} is not the next one of {list(self._posted)}")
+        return self._slot_of[self._posted.popleft()]
 
     def free(self, microbatch: int) -> None:
-        slot = self.slot_of(microbatch)
-        if slot is None:
+        if microbatch not in self._slot_of:
             raise EngineError(f"{self._name}: microbatch {microbatch} holds no slot")
-        self._holder[slot] = None
+        self._free.append(self._slot_of.pop(microbatch))
 
 
-def receive_slots(direction: Direction, stage: int, stages: int, in_flight: int) -> int:
-    """Slots of a receiving ring, with `in_flight` microbatches in flight per hop."""
-    if direction is Direction.UP:
-        return laws.gradient_slots(in_flight)
-    return laws.activation_slots(laws.warm_up(stage, stages, in_flight), in_flight)
+def receive_slots(direction: Direction, buffers: Buffers) -> int:
+    """Slots of the receiving ring."""
+    return buffers.gradients if direction is Direction.UP else buffers.activations
 
 
 def check_spec(agreed: TensorSpec, actual: TensorSpec, direction: Direction, stage: int, microbatch: int) -> None:
@@ -181,11 +191,11 @@ class Transport(Protocol):
         """Every edge is empty now; shapes may change. All stages call it at the same points."""
 
     def send(self, direction: Direction, microbatch: int, payload: torch.Tensor, note: Vector) -> Steps[None]:
-        """Send a copy of `payload`. Returns once it is on its way; waits while `laws.send_slots` earlier ones are."""
+        """Send a copy of `payload`. Returns once it is on its way; waits while its buffers for sends are full."""
 
-    def post(self, direction: Direction, microbatches: range) -> None:
-        """Make ready to receive these while computing, those left out that already are; does nothing where the shape
-        is not known yet."""
+    def post(self, direction: Direction, expected: Sequence[int]) -> None:
+        """Make ready to receive these while computing: the microbatches that come next on the edge, of which some may
+        be posted already. Does nothing where the shape is not known yet."""
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
         """Wait for this microbatch, which must be the next one on the edge."""

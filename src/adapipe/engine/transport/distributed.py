@@ -12,6 +12,7 @@ What forces this shape (gloo and NCCL alike):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from adapipe.engine.transport.base import (
     receive_slots,
 )
 from adapipe.engine.world import World
-from adapipe.schedule import laws
+from adapipe.schedule import Buffers
+from adapipe.schedule.buffers import segment_buffers
 
 _STAMP = 2  # phase, microbatch: the numbers before the note
 
@@ -83,8 +85,7 @@ class _Sender(_End):
     """The sending end of one directed edge."""
 
     def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
-        slots = laws.send_slots(transport.in_flight)
-        super().__init__(transport, direction, transport.stage + direction.step, slots)
+        super().__init__(transport, direction, transport.stage + direction.step, transport.buffers.sends)
         self._announcement: tuple[Any, torch.Tensor] | None = None
         self._sent = 0
 
@@ -132,7 +133,7 @@ class _Receiver(_End):
     """The receiving end of one directed edge."""
 
     def __init__(self, transport: DistributedTransport, direction: Direction) -> None:
-        slots = receive_slots(direction, transport.stage, transport.stages, transport.in_flight)
+        slots = receive_slots(direction, transport.buffers)
         super().__init__(transport, direction, transport.stage - direction.step, slots)
         self._ring = Ring(slots, f"{direction.value}s of stage {transport.stage}")
 
@@ -140,11 +141,11 @@ class _Receiver(_End):
         self._ring.begin_phase()
         self.spec = None
 
-    def post(self, microbatches: range) -> None:
+    def post(self, expected: Sequence[int]) -> None:
         if self.spec is None:
             return
         assert self._wire is not None
-        for microbatch in self._ring.unclaimed(microbatches):
+        for microbatch in self._ring.unposted(expected):
             slot = self._ring.claim(microbatch)
             with self._world.losing(self._peer):
                 self._works[slot] = dist.irecv(self._wire.buffers[slot], self._peer, group=self._group)
@@ -156,10 +157,9 @@ class _Receiver(_End):
                 dist.recv(code, self._peer, group=self._group)
             self.know(TensorSpec.decode(code))
         assert self._wire is not None
-        slot = self._ring.slot_of(microbatch)
-        if slot is None:
-            self.post(range(microbatch, microbatch + 1))
-            slot = microbatch % self._ring.slots
+        if not self._ring.posted:
+            self.post([microbatch])
+        slot = self._ring.take(microbatch)
         with self._world.losing(self._peer):
             self._works[slot].wait()
         self._works[slot] = None
@@ -226,12 +226,12 @@ class _Exchange:
 class DistributedTransport:
     """The edges of the stage that this rank is."""
 
-    def __init__(self, world: World, note_length: int, in_flight: int = 1) -> None:
+    def __init__(self, world: World, note_length: int, buffers: Buffers | None = None) -> None:
         self.world = world
         self.stage = world.rank
         self.stages = world.size
         self.note_length = note_length
-        self.in_flight = in_flight
+        self.buffers = segment_buffers(world.size)[world.rank] if buffers is None else buffers
         self._phase = 0
         self._exchange = _Exchange(world)
         self._senders: dict[Direction, _Sender] = {}
@@ -256,8 +256,8 @@ class DistributedTransport:
         return
         yield  # a generator that never waits here: torch.distributed blocks by itself
 
-    def post(self, direction: Direction, microbatches: range) -> None:
-        self._receivers[direction].post(microbatches)
+    def post(self, direction: Direction, expected: Sequence[int]) -> None:
+        self._receivers[direction].post(expected)
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
         return self._receivers[direction].receive(self._phase, microbatch)

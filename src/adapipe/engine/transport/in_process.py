@@ -25,7 +25,8 @@ from adapipe.engine.transport.base import (
     receive_slots,
 )
 from adapipe.errors import EngineError
-from adapipe.schedule import laws
+from adapipe.schedule import Buffers
+from adapipe.schedule.buffers import segment_buffers
 from adapipe.schedule.cost import LinkCost, gather_times
 
 
@@ -53,23 +54,27 @@ def _as_received(payload: torch.Tensor) -> torch.Tensor:
 class Hub:
     """What the stages of one in-process pipeline share. `events` grows whenever anything happens.
 
-    clocks: of each stage. links: between each two neighbours; None for links that take no time.
+    clocks: of each stage. buffers: of each stage; None for those of 1F1B. links: between each two neighbours; None for
+    links that take no time.
     """
 
     def __init__(
-        self, clocks: Sequence[Clock], note_length: int, in_flight: int = 1, links: Sequence[LinkCost] | None = None
+        self,
+        clocks: Sequence[Clock],
+        note_length: int,
+        buffers: Sequence[Buffers] | None = None,
+        links: Sequence[LinkCost] | None = None,
     ) -> None:
         self.clocks = clocks
         self.stages = len(clocks)
         self.note_length = note_length
-        self.in_flight = in_flight
+        self.buffers = segment_buffers(self.stages) if buffers is None else buffers
         self.events = 0
         self.links = tuple(links) if links is not None else (LinkCost(),) * (self.stages - 1)
-        slots = laws.send_slots(in_flight)
         self.edges: dict[tuple[Direction, int], _Edge] = {}  # by direction and sender
         for stage, link in enumerate(self.links):
-            self.edges[Direction.DOWN, stage] = _Edge(link, slots)
-            self.edges[Direction.UP, stage + 1] = _Edge(link, slots)
+            self.edges[Direction.DOWN, stage] = _Edge(link, self.buffers[stage].sends)
+            self.edges[Direction.UP, stage + 1] = _Edge(link, self.buffers[stage + 1].sends)
         self.gathered: dict[int, list[tuple[Vector, float] | None]] = {}  # by round: the rows that have come in, when
         self.readers: dict[int, int] = {}  # by round: how many stages have read it
 
@@ -90,9 +95,7 @@ class InProcessTransport:
         self._phase = 0
         self._round = 0
         self._rings = {
-            direction: Ring(
-                receive_slots(direction, stage, hub.stages, hub.in_flight), f"{direction.value}s of stage {stage}"
-            )
+            direction: Ring(receive_slots(direction, hub.buffers[stage]), f"{direction.value}s of stage {stage}")
             for direction in Direction
         }
 
@@ -114,7 +117,8 @@ class InProcessTransport:
             edge.spec = spec
         check_spec(edge.spec, spec, direction, self.stage, microbatch)
         # As many as there are slots, and those that the receiver has posted receives for.
-        while len(edge.queue) >= edge.send_slots + laws.receives_ahead(self._hub.in_flight):
+        receiver = self._hub.buffers[self.stage + direction.step]
+        while len(edge.queue) >= edge.send_slots + receiver.ahead:
             yield
         if len(edge.left) == edge.send_slots:
             self._clock.wait_until(edge.left[0])
@@ -122,14 +126,16 @@ class InProcessTransport:
         edge.queue.append((self._phase, microbatch, _as_received(payload), note.copy(), arrives))
         self._hub.events += 1
 
-    def post(self, direction: Direction, microbatches: range) -> None:
+    def post(self, direction: Direction, expected: Sequence[int]) -> None:
         ring = self._rings[direction]
-        for microbatch in ring.unclaimed(microbatches):
+        for microbatch in ring.unposted(expected):
             ring.claim(microbatch)
 
     def receive(self, direction: Direction, microbatch: int) -> Steps[Message]:
-        if self._rings[direction].slot_of(microbatch) is None:
-            self.post(direction, range(microbatch, microbatch + 1))
+        ring = self._rings[direction]
+        if not ring.posted:
+            ring.claim(microbatch)
+        ring.take(microbatch)
         queue = self._hub.edges[direction, self.stage - direction.step].queue
         while not queue:
             yield
