@@ -16,9 +16,9 @@
         stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 Stage 0 has no input gradient to make, so its backwards are whole. The bubble of 1f1b and gpipe is (P-1)(F+B) per
-update, and that of zb-h1 (P-1)(F+I-W) where F = I = W and K >= P, (P-1)(F+I) - (K-1)W for a smaller K; no stage of zb-h1
-holds more than P microbatches, as many as stage 0 of 1f1b. With h microbatches in flight per hop, read 1 + h(P-1-s) for
-P-s and h*s for s.
+update. Where F = I = W, that of zb-h1 is (P-1)(F+I-W) for K >= P, and (P-1)(F+I) - (K-1)W for a smaller K. No stage of
+zb-h1 holds more than P microbatches, as many as stage 0 of 1f1b. With h microbatches in flight per hop, read
+1 + h(P-1-s) for P-s and h*s for s.
 
 ZB-H1: Qi, Wan, Huang and Lin, Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 2.3.
 """
