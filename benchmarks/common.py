@@ -25,6 +25,8 @@ from adapipe.models.partition import partition
 from adapipe.models.shape import GPTConfig
 from adapipe.models.stages import block_costs, stage_module
 from adapipe.run import count_tokens
+from adapipe.schedule import check_synchronous, sync_schedule
+from adapipe.schedule.buffers import enough_for, segment_buffers
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -46,10 +48,14 @@ def corpus_batches(config: GPTConfig, microbatch_size: int) -> Sampler:
 class RankArm:
     """The stage of this rank in a pipeline of AdaPipe: real processes, wall clock."""
 
-    def __init__(self, world: World, module: nn.Module, batches: Sampler, microbatches: int) -> None:
+    def __init__(
+        self, world: World, module: nn.Module, batches: Sampler, microbatches: int, schedule: str = "1f1b"
+    ) -> None:
         last = world.rank == world.size - 1
         stage = Stage(module, world.rank, world.size, loss=language_model_loss if last else None, optimizer=adamw)
-        transport = DistributedTransport(world, Bulletin.length(world.size))
+        orders = sync_schedule(schedule, world.size, microbatches)
+        buffers = enough_for(segment_buffers(world.size), check_synchronous(orders)[1])[world.rank]
+        transport = DistributedTransport(world, Bulletin.length(world.size), buffers)
         self.runtime = Runtime(
             stage,
             transport,
@@ -59,6 +65,7 @@ class RankArm:
             clip=None,
             count=count_tokens,
             rank=world.rank,
+            schedule=orders,
         )
         self.pipeline = Pipeline([self.runtime])
         self.pipeline.begin_phase()

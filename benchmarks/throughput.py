@@ -1,20 +1,20 @@
-"""Throughput of two stages as real processes: synchronous, asynchronous, torch's Schedule1F1B, and the compute bound.
+"""Throughput of two stages as real processes: our schedules, torch's, asynchronous, and the compute bound.
 
-    python benchmarks/throughput.py [--repeats 24] [--updates 10]
+    python benchmarks/throughput.py [--microbatches 2,4,8] [--repeats 12] [--updates 8]
 
 All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat. An arm's
 time in a repeat is the mean of its updates without the first and the last, which fill and drain the pipeline. Ratios
 are taken within a repeat, whose arms run within seconds of each other, and their median over the repeats is the figure:
-what else the machine does hits both sides alike. Wall clock.
+what else the machine does hits both sides alike. Wall clock. For every K of --microbatches:
 
-    sync    AdaPipe, a flush after every update (1F1B)
-    async   AdaPipe, one flush at the end of the repeat
-    torch   torch.distributed.pipelining.Schedule1F1B and the same optimizer
-    bound   what the slower stage needs for its K forwards, K backwards and the update, without any communication,
-            while both processes compute
+    gpipe, 1f1b, zb-h1         AdaPipe, synchronous: a flush after every update
+    torch gpipe, 1f1b, zb-h1   torch.distributed.pipelining's GPipe, 1F1B and InterleavedZeroBubble, the same optimizer
+    async                      AdaPipe, one flush at the end of the repeat
+    bound                      what the slower stage needs for its K forwards, K backwards and the update, without any
+                               communication, while both processes compute
 
-The last line is JSON: sync_vs_torch_1f1b and async_vs_sync are ratios of tokens/s, async_vs_bound is the share of the
-bound's tokens/s that the asynchronous pipeline reaches.
+The last line is JSON with ratios of tokens/s, for K = 4: gpipe_vs_torch_k4, 1f1b_vs_torch_k4, zb-h1_vs_torch_k4,
+async_vs_1f1b_k4, async_vs_best_sync_k4, async_vs_bound_k4. The best synchronous arm is that of the fastest median.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ import torch
 import torch.distributed as dist
 from common import RankArm, adamw, corpus_batches, run_ranks, stage_of
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch_peer import TorchPipeline, allows
 
 from adapipe.data.sampler import Sampler
 from adapipe.engine.world import World
 from adapipe.models.gpt import language_model_loss
 from adapipe.models.shape import GPTConfig
+from adapipe.schedule import SYNC_SCHEDULES
 
-STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH, K = 2, 4, 256, 128, 2, 4
-ARMS = ("sync", "torch", "async", "bound")
+STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH = 2, 4, 256, 128, 2
+ARMS = (*SYNC_SCHEDULES, *(f"torch {name}" for name in SYNC_SCHEDULES), "async", "bound")
 
 
 class Laps:
@@ -57,12 +58,15 @@ class Laps:
 
 
 class AdaPipeArm:
-    """One of our two modes. Like all arms, a call makes `updates` updates and returns the seconds of each."""
+    """AdaPipe: a synchronous schedule, or None for asynchronous. Like all arms, a call makes `updates` updates and
+    returns the seconds of each."""
 
-    def __init__(self, world: World, module: nn.Module, batches: Sampler, synchronous: bool) -> None:
-        self._arm = RankArm(world, module, batches, K)
+    def __init__(
+        self, world: World, module: nn.Module, batches: Sampler, schedule: str | None, microbatches: int
+    ) -> None:
+        self._arm = RankArm(world, module, batches, microbatches, schedule or "1f1b")
         self._rank = world.rank
-        self._synchronous = synchronous
+        self._synchronous = schedule is not None
 
     def __call__(self, updates: int) -> list[float]:
         report = self._arm.run(updates, synchronous=self._synchronous)
@@ -70,40 +74,29 @@ class AdaPipeArm:
 
 
 class TorchArm:
-    """torch's own 1F1B on the same stage."""
+    """A schedule of torch's own on the same stage."""
 
-    def __init__(self, world: World, module: nn.Module, batches: Sampler) -> None:
-        self._rank = world.rank
-        self._batches = batches
-        self._optimizer = adamw(list(module.parameters()))
-        stage = PipelineStage(module, world.rank, STAGES, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, K, loss_fn=self._loss)
-        self._done = 0
-
-    @staticmethod
-    def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return language_model_loss(output, target) / target.numel()
+    def __init__(self, world: World, module: nn.Module, batches: Sampler, name: str, microbatches: int) -> None:
+        tokens = microbatches * MICROBATCH * SEQUENCE
+        optimizer = adamw(list(module.parameters()))
+        self._peer = TorchPipeline(
+            name, module, world.rank, STAGES, microbatches, batches, optimizer, language_model_loss, tokens
+        )
 
     def __call__(self, updates: int) -> list[float]:
         clock = Laps()
-        for update in range(self._done, self._done + updates):
-            data = [self._batches(update * K + k) for k in range(K)]
-            if self._rank == 0:
-                self._schedule.step(torch.cat([inputs for inputs, _ in data]))
-            else:
-                self._schedule.step(target=torch.cat([targets for _, targets in data]))
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        for _ in range(updates):
+            self._peer.update()
             clock.lap()
-        self._done += updates
         return clock.laps
 
 
 class BoundArm:
     """The stage's own work without communication: nothing that a pipeline could leave out."""
 
-    def __init__(self, world: World, module: nn.Module, batches: Sampler) -> None:
+    def __init__(self, world: World, module: nn.Module, batches: Sampler, microbatches: int) -> None:
         self._first = world.rank == 0
+        self._microbatches = microbatches
         self._module = module
         self._batches = batches
         self._optimizer = adamw(list(module.parameters()))
@@ -112,8 +105,8 @@ class BoundArm:
     def __call__(self, updates: int) -> list[float]:
         clock = Laps()
         for update in range(updates):
-            for k in range(K):
-                inputs, targets = self._batches(update * K + k)
+            for k in range(self._microbatches):
+                inputs, targets = self._batches(update * self._microbatches + k)
                 if self._first:
                     torch.autograd.backward(self._module(inputs), self._boundary)
                 else:
@@ -125,65 +118,79 @@ class BoundArm:
         return clock.laps
 
 
-def measure(rank: int, folder: Path, repeats: int, updates: int) -> None:
-    """One rank: seconds per update of every arm in every repeat, written to `folder`."""
+def measure(rank: int, folder: Path, microbatches: list[int], repeats: int, updates: int) -> None:
+    """One rank: seconds per update of every arm in every repeat, by K, written to `folder`."""
     torch.set_num_threads(1)
     world = World.join(torch.device("cpu"), init_method=f"file://{folder / 'rendezvous'}", rank=rank, size=STAGES)
     config = GPTConfig(layers=LAYERS, width=WIDTH, heads=4, sequence_length=SEQUENCE)
     module = stage_of(config, STAGES, rank)
     batches = corpus_batches(config, MICROBATCH)
-    arms: dict[str, Callable[[int], list[float]]] = {
-        "sync": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=True),
-        "torch": TorchArm(world, copy.deepcopy(module), batches),
-        "async": AdaPipeArm(world, copy.deepcopy(module), batches, synchronous=False),
-        "bound": BoundArm(world, copy.deepcopy(module), batches),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-    for repeat in range(-1, repeats):  # the first one warms up
-        for name in ARMS if repeat % 2 else reversed(ARMS):
-            dist.barrier(group=world.control)
-            laps = arms[name](updates)
-            if repeat >= 0:
-                seconds[name].append(statistics.mean(laps[1:-1]))
-        if rank == 0 and repeat >= 0:
-            figures = ", ".join(f"{name} {1e3 * seconds[name][-1]:.1f} ms" for name in ARMS)
-            print(f"repeat {repeat + 1}: {figures}", flush=True)
+    seconds: dict[int, dict[str, list[float]]] = {}
+    for k in microbatches:
+        arms: dict[str, Callable[[int], list[float]]] = {}
+        for name in SYNC_SCHEDULES:
+            arms[name] = AdaPipeArm(world, copy.deepcopy(module), batches, name, k)
+            arms[f"torch {name}"] = TorchArm(world, copy.deepcopy(module), batches, name, k)
+        arms["async"] = AdaPipeArm(world, copy.deepcopy(module), batches, None, k)
+        arms["bound"] = BoundArm(world, copy.deepcopy(module), batches, k)
+        found = seconds[k] = {name: [] for name in ARMS}
+        for repeat in range(-1, repeats):  # the first one warms up
+            for name in ARMS if repeat % 2 else reversed(ARMS):
+                dist.barrier(group=world.control)
+                laps = arms[name](updates)
+                if repeat >= 0:
+                    found[name].append(statistics.mean(laps[1:-1]))
+            if rank == 0 and repeat >= 0:
+                figures = ", ".join(f"{name} {1e3 * found[name][-1]:.1f}" for name in ARMS)
+                print(f"K = {k}, repeat {repeat + 1}, ms: {figures}", flush=True)
     (folder / f"rank{rank}.json").write_text(json.dumps(seconds))
     world.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=24)
-    parser.add_argument("--updates", type=int, default=10, help="updates per arm and repeat")
-    options = parser.parse_args()
-    if options.repeats < 1 or options.updates < 3:
-        parser.error("give at least 1 repeat of 3 updates")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run_ranks(measure, STAGES, folder, options.repeats, options.updates)
-        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
-    times = {arm: [max(pair) for pair in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in ARMS}
-    tokens = K * MICROBATCH * SEQUENCE
-    print(
-        f"\nP = {STAGES}, {LAYERS} layers of width {WIDTH}, K = {K}, microbatch {MICROBATCH} x {SEQUENCE}; wall clock"
-    )
-    for arm in ARMS:
-        median = statistics.median(times[arm])
-        print(f"  {arm:<6} {1e3 * median:7.1f} ms per update {tokens / median:9,.0f} tokens/s")
-    print("the law's ceiling for async over sync is 1.25")
-    ratios = {
-        "sync_vs_torch_1f1b": ("torch", "sync"),
-        "async_vs_sync": ("sync", "async"),
-        "async_vs_bound": ("bound", "async"),
-    }
+def report(microbatches: int, times: dict[str, list[float]]) -> dict[str, float]:
+    """Print a table of one K. times: seconds per update of the slower rank, by arm and repeat. Returns the ratios."""
+    tokens = microbatches * MICROBATCH * SEQUENCE
+    ceiling = 1 + (STAGES - 1) / microbatches
+    print(f"\nK = {microbatches} (the law's ceiling for async over 1f1b is {ceiling:.4g}); wall clock")
+    medians = {arm: statistics.median(times[arm]) for arm in ARMS}
+    for arm, median in medians.items():
+        print(f"  {arm:<12} {1e3 * median:7.1f} ms per update {tokens / median:9,.0f} tokens/s")
+    best = min(SYNC_SCHEDULES, key=lambda name: medians[name])
+    print(f"  the best synchronous schedule here is {best}")
+    ratios = {f"{name}_vs_torch": (f"torch {name}", name) for name in SYNC_SCHEDULES}
+    ratios |= {"async_vs_1f1b": ("1f1b", "async"), "async_vs_best_sync": (best, "async")}
+    ratios |= {"async_vs_bound": ("bound", "async")}
     figures = {}
     for name, (slower, faster) in ratios.items():
         pairs = sorted(a / b for a, b in zip(times[slower], times[faster], strict=True))
-        figures[name] = round(statistics.median(pairs), 3)
+        figures[f"{name}_k{microbatches}"] = round(statistics.median(pairs), 3)
         quarter = len(pairs) // 4
-        print(
-            f"  {name}: {figures[name]} (half of the repeats within {pairs[quarter]:.3f} .. {pairs[-1 - quarter]:.3f})"
+        spread = f"half of the repeats within {pairs[quarter]:.3f} .. {pairs[-1 - quarter]:.3f}"
+        print(f"  {name}: {figures[f'{name}_k{microbatches}']} ({spread})")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", default="2,4,8", help="numbers of microbatches per update")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--updates", type=int, default=8, help="updates per arm and repeat")
+    options = parser.parse_args()
+    microbatches = [int(k) for k in options.microbatches.split(",")]
+    if options.repeats < 1 or options.updates < 3:
+        parser.error("give at least 1 repeat of 3 updates")
+    if not all(allows(name, STAGES, k) for name in SYNC_SCHEDULES for k in microbatches):
+        parser.error(f"torch does not run all schedules on {STAGES} stages with --microbatches {options.microbatches}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ranks(measure, STAGES, folder, microbatches, options.repeats, options.updates)
+        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
+    print(f"\nP = {STAGES}, {LAYERS} layers of width {WIDTH}, microbatch {MICROBATCH} x {SEQUENCE}")
+    figures: dict[str, float] = {}
+    for k in microbatches:
+        of_ranks = [rank[str(k)] for rank in ranks]
+        figures |= report(
+            k, {arm: [max(pair) for pair in zip(*(r[arm] for r in of_ranks), strict=True)] for arm in ARMS}
         )
     print(json.dumps(figures))
 

@@ -537,6 +537,7 @@ PLANS = {"sync": "sync:1", "async": "async:1", "mixed": "sync:3,async:4"}
 def test_an_emulated_run_is_the_run_in_virtual_time(tmp_path: Path) -> None:
     cost = equal_stages(2, 1.0, 2.0, 0.5, link=LinkCost(0.25))
     options: dict[str, Any] = {"plan": "sync:3,async:5", "updates": 8, "held_out": HELD_OUT, "seed": 3}
+    options["sync_schedule"] = "1f1b"
     real = train(**options, out=tmp_path / "real")
     emulated = train(**options, out=tmp_path / "emulated", emulate=cost, timeline=range(3))
     assert losses(tmp_path / "real") == losses(tmp_path / "emulated")

@@ -65,12 +65,35 @@ def test_emulated_and_real_runs_learn_the_same(corpus: Path, tmp_path: Path):
 
 def test_a_budget_of_virtual_seconds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = ("--stages", "2", "--mode", "sync", "--seconds", "0.35", "--forward-ms", "10", "--updates", "None")
+    flags += ("--sync-schedule", "1f1b")
     summary = emulate(corpus, tmp_path / "run", *flags, "--timeline", "7:9")
     assert "no timeline: the run ended before update 7\n" in capsys.readouterr().out
     assert not (tmp_path / "run" / "timeline.png").exists()
     # Of 90 ms each. The clock is read when one begins, and the fifth, which finds the budget spent, is the last.
     assert summary["updates"] == 5
     assert summary["training_seconds"] == pytest.approx(0.45)
+
+
+def test_a_schedule_of_ones_own(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It learns what every schedule learns, and says what cannot run."""
+    words = ("--stages", "2", "--mode", "sync")
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,0B0,0F2,0F3,0B1,0B2,0B3\n1F0,1I0,1F1,1I1,1W1,1F2,1F3,1W0,1I2,1I3,1W3,1W2\n")
+    summary = emulate(corpus, tmp_path / "own", *words, "--sync-schedule", str(path))
+    assert summary["sync_schedule"] == str(path)
+    known = emulate(corpus, tmp_path / "known", *words, "--sync-schedule", "gpipe")
+    assert known["held_out_loss"] == pytest.approx(summary["held_out_loss"], rel=1e-6)
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    capsys.readouterr()
+    assert main(["train", *TINY, *words, "--sync-schedule", str(path)]) == BAD_INPUT
+    assert capsys.readouterr().err.endswith(f"{path} is for --microbatches 1, not 4\n")
+
+
+def test_the_fastest_schedule_is_chosen_and_said(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    summary = emulate(corpus, tmp_path / "run", "--stages", "2", "--mode", "sync")
+    assert summary["sync_schedule"] == "zb-h1"
+    out = capsys.readouterr().out
+    assert "synchronous schedule zb-h1: the fastest for the measured costs (modelled per update: 1f1b 150 ms" in out
 
 
 def test_profile_then_emulate_then_plan(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -100,7 +123,9 @@ def test_profile_of_real_ranks(tmp_path: Path):
     cost = read_cost(tmp_path / "cost.toml")
     assert "2 stages as processes of their own" in cost.source
     assert 0 < cost.links[0].latency < 0.1
-    assert re.search(r"^stage 1: forward .* ms, backward .* ms, update .* ms", finished.out, re.MULTILINE)
+    assert re.search(
+        r"^stage 1: forward .* ms, backward .* ms \(halves .* and .*\), update .* ms", finished.out, re.MULTILINE
+    )
     assert finished.out.endswith("cost file written to cost.toml\n")
 
 
@@ -117,7 +142,7 @@ def test_profile_of_real_ranks(tmp_path: Path):
         ("train --emulate --timeline 3", "--timeline '3': give the first update and the one after the last"),
         ("train --emulate --timeline 3:3", "--timeline '3:3'"),
         ("train --emulate --timeline -1:3", "--timeline"),
-        ("profile --updates 1", "--updates 1: give at least 2"),
+        ("profile --updates 1", "--updates 1: give at least 4"),
         ("profile --stages 0", "--stages 0: a pipeline has at least 1"),
         ("profile --stages 9", "9 stages need at least 9 blocks"),
         ("profile --out missing/cost.toml", "--out missing/cost.toml: its folder does not exist"),

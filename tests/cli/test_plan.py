@@ -9,7 +9,9 @@ import pytest
 
 from adapipe.cli.exit_codes import BAD_INPUT
 from adapipe.cli.main import main
+from adapipe.schedule import sync_schedule
 from adapipe.schedule.cost import CostModel, LinkCost, StageCost, cost_toml
+from adapipe.schedule.csv_file import schedule_csv
 from adapipe.schedule.laws import time_per_update
 
 MODEL = ("--layers", "6", "--width", "64", "--heads", "4", "--sequence-length", "32", "--tflops", "0.01")
@@ -32,18 +34,22 @@ def plan(*words: str) -> list[dict[str, object]]:
 
 
 def test_equal_stages_follow_the_law(folder: Path, capsys: pytest.CaptureFixture[str]):
-    figures = plan("--stages", "2,4", "--microbatches", "1,8", "--forward-ms", "1")
-    assert len(figures) == 8
+    words = ("--stages", "2,4", "--microbatches", "1,8", "--forward-ms", "1")
+    figures = plan(*words, "--modes", "gpipe,1f1b,zb-h1,async")
+    assert len(figures) == 16
     for figure in figures:
         c = figure["candidate"]
         assert isinstance(c, dict)
-        n = 1 if c["mode"] == "sync" else float("inf")
+        n = float("inf") if c["mode"] == "async" else 1
         expected = 3e-3 * time_per_update(c["stages"], c["microbatches"], n)
+        # Halves of a backward that nobody named are equal: I = W = F.
+        best = 1e-3 * (3 * c["microbatches"] + 2 * (c["stages"] - 1) - min(c["stages"], c["microbatches"]) + 1)
+        if c["mode"] == "zb-h1":
+            expected = best
         assert figure["seconds_per_update"] == pytest.approx(expected)
         assert figure["bubble"] == pytest.approx(1 - 3e-3 * c["microbatches"] / expected)
-        assert figure["speed_up"] == pytest.approx(
-            1 if n == 1 else time_per_update(c["stages"], c["microbatches"], 1) / c["microbatches"]
-        )
+        assert figure["speed_up"] == pytest.approx(best / expected)
+        assert figure["against"] == "zb-h1"
         ahead = [0 if n == 1 else c["stages"] - 1 - s for s in range(c["stages"])]
         assert figure["mean_staleness"] == [w / c["microbatches"] for w in ahead]
         assert figure["most_stale"] == [-(-w // c["microbatches"]) for w in ahead]
@@ -52,18 +58,29 @@ def test_equal_stages_follow_the_law(folder: Path, capsys: pytest.CaptureFixture
     assert "all times are modelled (virtual clock)" in out
     # All asynchronous plans are equally fast per microbatch; the one with least staleness is chosen.
     assert "recommended: --mode async --stages 2 --microbatches 8\n" in out
-    assert "1.12 times sync with the same stages" in out
+    assert "1.04 times sync (zb-h1) with the same stages" in out
     assert (folder / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert not list(folder.glob("*.jsonl"))
 
 
 def test_one_mode_only(capsys: pytest.CaptureFixture[str]):
-    assert [f["candidate"]["mode"] for f in plan("--modes", "sync", "--stages", "3")] == ["sync"]  # type: ignore[index]
-    assert "recommended: --mode sync --stages 3 --microbatches 8\n" in capsys.readouterr().out
+    assert [f["candidate"]["mode"] for f in plan("--modes", "gpipe", "--stages", "3")] == ["gpipe"]  # type: ignore[index]
+    out = capsys.readouterr().out
+    assert "recommended: --mode sync --sync-schedule gpipe --stages 3 --microbatches 8\n" in out
+
+
+def test_orders_to_look_at_and_to_run():
+    plan("--modes", "zb-h1", "--stages", "3", "--microbatches", "4", "--csv", "zb.csv")
+    assert Path("zb.csv").read_text() == schedule_csv(sync_schedule("zb-h1", 3, 4))
+
+
+def test_asynchronous_orders_are_not_written(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--modes", "async", "--csv", "async.csv"]) == BAD_INPUT
+    assert "--csv: the recommended plan is asynchronous" in capsys.readouterr().err
 
 
 def test_a_cost_file_names_its_stages_and_tokens(capsys: pytest.CaptureFixture[str]):
-    sync, other = plan("--cost", "cost.toml", "--microbatches", "4")
+    sync, other = plan("--cost", "cost.toml", "--microbatches", "4", "--modes", "1f1b,async")
     assert sync["tokens_per_second"] == pytest.approx(4 * 64 / 0.15)
     assert other["tokens_per_second"] == pytest.approx(64 / 0.03)
     # Two microbatches in flight: 5000 each; weights, gradients, optimizer; 2 gradient, 2 send slots of 10 bytes.
@@ -104,11 +121,11 @@ def test_a_model(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_does_not_fit_is_marked_and_not_recommended(capsys: pytest.CaptureFixture[str]):
-    figures = plan(*MODEL, "--stages", "1,4", "--microbatches", "4", "--modes", "sync", "--memory-gb", "0.005")
+    figures = plan(*MODEL, "--stages", "1,4", "--microbatches", "4", "--modes", "1f1b", "--memory-gb", "0.005")
     assert [figure["fits"] for figure in figures] == [False, True]
     out = capsys.readouterr().out
     assert out.count("does not fit") == 1
-    assert "recommended: --mode sync --stages 4" in out
+    assert "recommended: --mode sync --sync-schedule 1f1b --stages 4" in out
     assert "of those that fit" in out
 
 
@@ -130,8 +147,8 @@ def test_too_little_memory_for_any_plan(capsys: pytest.CaptureFixture[str]):
         ("--stages 2.5", "--stages '2.5'"),
         ("--microbatches 0", "--microbatches 0: give at least 1"),
         ("--in-flight 0", "--in-flight 0: give at least 1"),
-        ("--modes sink", "--modes sink: unknown mode, choose of sync, async"),
-        ("--modes sync,", "--modes : unknown mode"),
+        ("--modes sink", "--modes sink: unknown mode, choose of gpipe, 1f1b, zb-h1, async"),
+        ("--modes 1f1b,", "--modes : unknown mode"),
         ("--forward-ms 0", "--forward-ms: forward and backward are 0 on every stage"),
         ("--forward-ms -1", "--forward-ms: stage 0: forward = -0.001: give a number that is not negative"),
         ("--forward-ms nan", "stage 0: forward = nan"),
@@ -175,4 +192,5 @@ def test_nonsense_is_refused_in_one_line(words: str, says: str, capsys: pytest.C
 def test_a_deep_pipeline_is_planned_at_once():
     figures = plan("--stages", "64", "--microbatches", "512")
     assert figures[0]["seconds_per_update"] == pytest.approx(0.03 * (512 + 63))
-    assert figures[1]["seconds_per_update"] == pytest.approx(0.03 * 512)
+    assert figures[1]["seconds_per_update"] == pytest.approx(0.03 * 512 + 0.01 * 63)
+    assert figures[2]["seconds_per_update"] == pytest.approx(0.03 * 512)
