@@ -24,11 +24,13 @@ def test_the_orders_of_the_pictures() -> None:
         "1F0 1F1 1F2 1B0 1B1 1B2 1U0",
     ]
     assert [list(order) for order in sync_schedule("1f1b", 3, 4).orders] == segment_orders(3, 4, 1)
-    assert [format_order(order) for order in sync_schedule("zb-h1", 3, 4).orders] == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0U0",
-        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3 1U0",
-        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3 2U0",
+    assert [format_order(order) for order in sync_schedule("zb-h1", 3, 6).orders] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0F5 0B3 0B4 0B5 0U0",
+        "1F0 1F1 1I0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1I4 1W0 1I5 1W4 1W5 1U0",
+        "2F0 2I0 2F1 2I1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2I5 2W0 2W1 2W5 2U0",
     ]
+    # With few microbatches all are split.
+    assert format_order(sync_schedule("zb-h1", 3, 2).orders[1]) == "1F0 1F1 1I0 1I1 1W0 1W1 1U0"
 
 
 @settings(deadline=None)

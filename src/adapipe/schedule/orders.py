@@ -16,6 +16,7 @@ update are in `adapipe.schedule.synchronous`. P = 3, K = 2, n = 2:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +28,21 @@ from adapipe.schedule.laws import in_flight_bound, warm_up
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far the parts of a stage's work may be apart; `weight_comes_next` and `forward_comes_next` say what it means.
+    """How far the parts of a stage's work may be apart; `weight_comes_next`, `forward_comes_next` and `is_split` say
+    what it means.
 
-    unanswered: microbatches between their forward and their backward (its first half), at most. parked: microbatches
-    between the two halves of their backward, at most; None for whole backwards.
+    unanswered: microbatches between their forward and their backward (its first half), at most. split_first,
+    split_last: so many backwards at the beginning and at the end of a segment of one update are split; at most
+    `split_first` microbatches are parked between the two halves while others follow.
     """
 
     unanswered: int
-    parked: int | None = None
+    split_first: int = 0
+    split_last: int = 0
+
+    def splits(self, microbatches: int) -> int:
+        """How many backwards of an update are split."""
+        return min(microbatches, self.split_first + self.split_last)
 
 
 def one_f_one_b(stage: int, stages: int, in_flight: int = 1) -> Pace:
@@ -42,16 +50,21 @@ def one_f_one_b(stage: int, stages: int, in_flight: int = 1) -> Pace:
     return Pace(in_flight_bound(warm_up(stage, stages, in_flight)))
 
 
-def weight_comes_next(answered: Any, completed: Any, end: Any, parked: Any) -> Any:
+def weight_comes_next(answered: Any, completed: Any, end: Any, split_first: Any) -> Any:
     """The first rule of an order: the second half of a backward if more are parked than may be, or if nothing else is
     left to do. Of one stage (int), or of many at once (arrays)."""
-    return (completed < answered) & ((answered - completed > parked) | (answered == end))
+    return (completed < answered) & ((answered - completed > split_first) | (answered == end))
 
 
 def forward_comes_next(forwards: Any, answered: Any, end: Any, unanswered: Any) -> Any:
     """The second: a forward while there is one left and the limit allows it. Else comes a backward, or its first
     half."""
     return (forwards < end) & (forwards - answered < unanswered)
+
+
+def is_split(answered: Any, start: Any, end: Any, split_first: Any, split_last: Any) -> Any:
+    """The third: is the backward of microbatch `answered`, of those from `start` to `end`, split?"""
+    return (answered < start + split_first) | (answered >= end - split_last)
 
 
 def check_segment_shape(stages: int, microbatches: int, updates: int, first_update: int, in_flight: int) -> None:
@@ -92,8 +105,10 @@ class SegmentOrder:
         self.end_update = first_update + updates
         self._pace = pace or one_f_one_b(stage, stages, in_flight)
         self._first_microbatch = first_update * microbatches
-        # The next microbatch of each: forwards, backwards or their first halves, backwards or their second halves.
+        # Forwards, backwards or their first halves, backwards or their second halves: how many have come, and so, of
+        # the first two, the next microbatch.
         self._forwards = self._answered = self._completed = self._first_microbatch
+        self._parked: deque[int] = deque()
 
     @property
     def end_microbatch(self) -> int:
@@ -124,22 +139,24 @@ class SegmentOrder:
         return range(start, min(start + count, self.end_microbatch))
 
     def __iter__(self) -> Iterator[Action]:
-        stage, parked = self.stage, self._pace.parked
-        while self._completed < self.end_microbatch:
-            if parked is not None and weight_comes_next(self._answered, self._completed, self.end_microbatch, parked):
+        stage, start, pace = self.stage, self._first_microbatch, self._pace
+        while self._completed < (end := self.end_microbatch):
+            if weight_comes_next(self._answered, self._completed, end, pace.split_first):
                 self._completed += 1
-                yield Action(stage, Kind.BACKWARD_WEIGHT, self._completed - 1)
-            elif forward_comes_next(self._forwards, self._answered, self.end_microbatch, self._pace.unanswered):
+                yield Action(stage, Kind.BACKWARD_WEIGHT, self._parked.popleft())
+            elif forward_comes_next(self._forwards, self._answered, end, pace.unanswered):
                 self._forwards += 1
                 yield Action(stage, Kind.FORWARD, self._forwards - 1)
                 continue
+            elif is_split(self._answered, start, end, pace.split_first, pace.split_last):
+                self._parked.append(self._answered)
+                self._answered += 1
+                yield Action(stage, Kind.BACKWARD_INPUT, self._answered - 1)
+                continue
             else:
                 self._answered += 1
-                if parked is not None:
-                    yield Action(stage, Kind.BACKWARD_INPUT, self._answered - 1)
-                    continue
                 self._completed += 1
-                yield Action(stage, Kind.BACKWARD, self._completed - 1)
+                yield Action(stage, Kind.BACKWARD, self._answered - 1)
             if self._completed % self.microbatches == 0:
                 yield Action(stage, Kind.UPDATE, self._completed // self.microbatches - 1)
 

@@ -12,9 +12,9 @@ import numpy as np
 from adapipe.errors import ConfigurationError
 from adapipe.schedule import laws
 from adapipe.schedule.actions import Kind
-from adapipe.schedule.cost import CostModel
+from adapipe.schedule.cost import CostModel, StageCost
 from adapipe.schedule.memory import StageMemory, peak_memory
-from adapipe.schedule.synchronous import SYNC_SCHEDULES
+from adapipe.schedule.synchronous import SYNC_SCHEDULES, pace_of
 from adapipe.schedule.timeline import Timeline, asynchronous_timeline, synchronous_timeline
 
 ASYNC = "async"
@@ -157,12 +157,7 @@ def _estimate(
 ) -> Estimate:
     stages, microbatches = candidate.stages, candidate.microbatches
     ahead = [0 if candidate.synchronous else laws.warm_up(s, stages, candidate.in_flight) for s in range(stages)]
-    split = [candidate.mode == "zb-h1" and s > 0 for s in range(stages)]
-    busy = [
-        microbatches * sum(s.seconds(kind) for kind in (Kind.FORWARD, *(HALVES if halves else (Kind.BACKWARD,))))
-        + s.seconds(Kind.UPDATE)
-        for s, halves in zip(cost.stages, split, strict=True)
-    ]
+    busy = sum(_busy_seconds(candidate, stage, own) for stage, own in enumerate(cost.stages))
     memory = None
     if cost.knows_memory:
         schedule = candidate.mode if candidate.synchronous else None
@@ -173,12 +168,21 @@ def _estimate(
         tokens_per_second=None if cost.tokens is None else cost.tokens * microbatches / seconds,
         speed_up=speed_up,
         against=against,
-        bubble=max(0.0, 1 - sum(busy) / (stages * seconds)),
+        bubble=max(0.0, 1 - busy / (stages * seconds)),
         mean_staleness=[laws.mean_staleness(w, microbatches) for w in ahead],
         most_stale=[laws.staleness_bound(w, microbatches) for w in ahead],
         memory=memory,
         fits=memory is None or device_bytes is None or max(stage.total for stage in memory) <= device_bytes,
     )
+
+
+def _busy_seconds(candidate: Candidate, stage: int, cost: StageCost) -> float:
+    """What a stage computes for one update."""
+    microbatches, split = candidate.microbatches, 0
+    if candidate.synchronous:
+        split = pace_of(candidate.mode, stage, candidate.stages, microbatches, candidate.in_flight).splits(microbatches)
+    backwards = (microbatches - split) * cost.seconds(Kind.BACKWARD) + split * sum(map(cost.seconds, HALVES))
+    return microbatches * cost.seconds(Kind.FORWARD) + backwards + cost.seconds(Kind.UPDATE)
 
 
 def seconds_per_update(candidate: Candidate, cost: CostModel) -> float:

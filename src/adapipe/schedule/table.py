@@ -13,6 +13,7 @@ from adapipe.schedule.orders import (
     Pace,
     check_segment_shape,
     forward_comes_next,
+    is_split,
     one_f_one_b,
     weight_comes_next,
 )
@@ -117,25 +118,25 @@ def _walk(
     """The orders of stages at these paces: the rules of `SegmentOrder`, for all of them at once."""
     stages = len(paces)
     unanswered = np.array([pace.unanswered for pace in paces])
-    split = np.array([pace.parked is not None for pace in paces])
-    parked = np.array([pace.parked or 0 for pace in paces])
-    some_split = bool(split.any())
+    first, last = np.array([(pace.split_first, pace.split_last) for pace in paces]).T
+    some_split = bool((first + last).any())
     end, length = updates * microbatches, updates * ((3 if some_split else 2) * microbatches + 1)
     kinds = np.full((length, stages), NOTHING, np.int8)
     indices = np.full((length, stages), NOTHING, np.int64)
     f, b, u, i, w = (CODES[Kind(letter)] for letter in "FBUIW")
-    answer = np.where(split, i, b)
     done = np.zeros((len(CODES), stages), np.int64)  # by kind: how many the stage has done
     forwards, made = done[f], done[u]
     answered = completed = done[b]
+    whole = np.maximum(0, end - first - last)
     every = np.arange(stages)
     for position in range(length):
         if some_split:
             answered, completed = done[b] + done[i], done[b] + done[w]
         update = completed == (made + 1) * microbatches
-        kind = np.where(forward_comes_next(forwards, answered, end, unanswered), f, answer)
+        kind = np.where(forward_comes_next(forwards, answered, end, unanswered), f, b)
         if some_split:
-            kind[weight_comes_next(answered, completed, end, parked) & split] = w
+            kind[(kind == b) & is_split(answered, 0, end, first, last)] = i
+            kind[weight_comes_next(answered, completed, end, first)] = w
         kind[update] = u
         if some_split:
             running = every[made < updates]
@@ -144,6 +145,11 @@ def _walk(
             running = every
         kinds[position, running] = kind
         indices[position, running] = done[kind, running]
+        if some_split:
+            # Halves belong to the first microbatches and, `whole` of them later, to the last.
+            indices[position, running] += np.where(kind == b, first[running], 0)
+            halves = (kind == i) | (kind == w)
+            indices[position, running] += np.where(halves & (done[kind, running] >= first[running]), whole[running], 0)
         done[kind, running] += 1
         if visit is not None:
             if some_split:
@@ -156,6 +162,6 @@ def _walk(
             visit(Holding(forwards - completed, answered - completed, live, begun))
     longest = int((kinds != NOTHING).sum(0).max())
     kinds, indices = kinds[:longest], indices[:longest]
-    first = np.where(kinds == u, first_update, first_update * microbatches)
-    indices = np.where(kinds == NOTHING, NOTHING, indices + first)
+    before = np.where(kinds == u, first_update, first_update * microbatches)
+    indices = np.where(kinds == NOTHING, NOTHING, indices + before)
     return OrderTable(kinds.T, indices.T)
