@@ -68,4 +68,4 @@ class TorchPipeline:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
-        return float(sum(losses)) if self._last else None
+        return sum(loss.item() for loss in losses) if self._last else None

@@ -83,8 +83,8 @@ class PlanConfig(CostOptions):
     json: Path | None = None
     """Where to write all figures."""
     csv: Path | None = None
-    """Where to write the orders of the recommended synchronous plan, to look at or to change; `adapipe train
-    --sync-schedule` takes such a file."""
+    """Where to write the orders of the recommended synchronous plan, to look at or to change, and to run with
+    `adapipe train --sync-schedule FILE`."""
 
 
 def plan_command(arguments: Sequence[str]) -> int:
