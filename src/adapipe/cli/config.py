@@ -43,8 +43,7 @@ class RunOptions:
     """Microbatches in flight per hop between a stage and the last one. 1 is 1F1B; more hides the latency of slow
     links, at the price of memory and, in async, of staleness."""
     sync_schedule: str = "auto"
-    """How the microbatches of a synchronous update go through the pipeline: gpipe, 1f1b, zb-h1, a CSV file, or auto
-    (the fastest for the measured costs). What is learned does not depend on it."""
+    """Order of a synchronous update: gpipe, 1f1b, zb-h1, a CSV file, or auto, the fastest for the measured costs."""
     updates: int | None = None
     """Budget in updates; 1500 if no budget is given."""
     seconds: float | None = None

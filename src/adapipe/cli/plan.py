@@ -83,8 +83,7 @@ class PlanConfig(CostOptions):
     json: Path | None = None
     """Where to write all figures."""
     csv: Path | None = None
-    """Where to write the orders of the recommended synchronous plan, to look at or to change, and to run with
-    `adapipe train --sync-schedule FILE`."""
+    """Where to write the orders of the recommended synchronous plan: a file for --sync-schedule of a training."""
 
 
 def plan_command(arguments: Sequence[str]) -> int:
