@@ -1,6 +1,6 @@
 """Throughput of two stages as real processes: our schedules, torch's, asynchronous, and the compute bound.
 
-    python benchmarks/throughput.py [--microbatches 2,4,8] [--repeats 12] [--updates 8]
+    python benchmarks/throughput.py [--microbatches 2,4,8] [--repeats 12] [--updates 7]
 
 All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat. An arm's
 time in a repeat is the mean of its updates without the first and the last, which fill and drain the pipeline. Ratios
@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", default="2,4,8", help="numbers of microbatches per update")
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--updates", type=int, default=8, help="updates per arm and repeat")
+    parser.add_argument("--updates", type=int, default=7, help="updates per arm and repeat")
     options = parser.parse_args()
     microbatches = [int(k) for k in options.microbatches.split(",")]
     if options.repeats < 1 or options.updates < 3:
