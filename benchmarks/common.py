@@ -49,7 +49,13 @@ class RankArm:
     """The stage of this rank in a pipeline of AdaPipe: real processes, wall clock."""
 
     def __init__(
-        self, world: World, module: nn.Module, batches: Sampler, microbatches: int, schedule: str = "1f1b"
+        self,
+        world: World,
+        module: nn.Module,
+        batches: Sampler,
+        microbatches: int,
+        schedule: str = "1f1b",
+        clip: float | None = None,
     ) -> None:
         last = world.rank == world.size - 1
         stage = Stage(module, world.rank, world.size, loss=language_model_loss if last else None, optimizer=adamw)
@@ -62,7 +68,7 @@ class RankArm:
             WallClock(),
             batches,
             microbatches=microbatches,
-            clip=None,
+            clip=clip,
             count=count_tokens,
             rank=world.rank,
             schedule=orders,

@@ -8,7 +8,8 @@ are taken within a repeat, whose arms run within seconds of each other, and thei
 what else the machine does hits both sides alike. Wall clock. For every K of --microbatches:
 
     gpipe, 1f1b, zb-h1         AdaPipe, synchronous: a flush after every update
-    torch gpipe, 1f1b, zb-h1   torch.distributed.pipelining's GPipe, 1F1B and InterleavedZeroBubble, the same optimizer
+    torch gpipe, 1f1b, zb-h1   torch.distributed.pipelining's GPipe, 1F1B and InterleavedZeroBubble, the same optimizer,
+                               and clipping by the global norm as torchtitan does it
     async                      AdaPipe, one flush at the end of the repeat
     bound                      what the slower stage needs for its K forwards, K backwards and the update, without any
                                communication, while both processes compute
@@ -40,7 +41,7 @@ from adapipe.models.gpt import language_model_loss
 from adapipe.models.shape import GPTConfig
 from adapipe.schedule import SYNC_SCHEDULES
 
-STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH = 2, 4, 256, 128, 2
+STAGES, LAYERS, WIDTH, SEQUENCE, MICROBATCH, CLIP = 2, 4, 256, 128, 2, 1.0
 ARMS = (*SYNC_SCHEDULES, *(f"torch {name}" for name in SYNC_SCHEDULES), "async", "bound")
 
 
@@ -64,7 +65,7 @@ class AdaPipeArm:
     def __init__(
         self, world: World, module: nn.Module, batches: Sampler, schedule: str | None, microbatches: int
     ) -> None:
-        self._arm = RankArm(world, module, batches, microbatches, schedule or "1f1b")
+        self._arm = RankArm(world, module, batches, microbatches, schedule or "1f1b", CLIP)
         self._rank = world.rank
         self._synchronous = schedule is not None
 
@@ -80,7 +81,7 @@ class TorchArm:
         tokens = microbatches * MICROBATCH * SEQUENCE
         optimizer = adamw(list(module.parameters()))
         self._peer = TorchPipeline(
-            name, module, world.rank, STAGES, microbatches, batches, optimizer, language_model_loss, tokens
+            name, module, world.rank, STAGES, microbatches, batches, optimizer, language_model_loss, tokens, CLIP
         )
 
     def __call__(self, updates: int) -> list[float]:

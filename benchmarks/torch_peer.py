@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
@@ -27,6 +28,7 @@ class TorchPipeline:
 
     batches and loss as AdaPipe takes them; microbatches of an update are of equal shape, for torch cuts them from one
     tensor. tokens: of an update; gradients are those of the sum of losses over it. optimizer: None to keep gradients.
+    clip: limit of the global norm, for which the squares of the stages' norms are all-reduced.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class TorchPipeline:
         optimizer: torch.optim.Optimizer | None,
         loss: Loss,
         tokens: int,
+        clip: float | None = None,
     ) -> None:
         self._first, self._last = rank == 0, rank == stages - 1
         self._microbatches = microbatches
         self._batches = batches
         self._optimizer = optimizer
+        self._parameters = list(module.parameters())
+        self._clip = clip
         stage = PipelineStage(module, rank, stages, torch.device("cpu"))
         self._schedule = SCHEDULES[name](
             [stage] if name == "zb-h1" else stage,
@@ -65,6 +70,10 @@ class TorchPipeline:
             self._schedule.step(*inputs, target=torch.cat([targets for _, targets in data]), losses=losses)
         else:
             self._schedule.step(*inputs)
+        if self._clip is not None:
+            squared = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]) ** 2
+            dist.all_reduce(squared)
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, squared.sqrt())
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
