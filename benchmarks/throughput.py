@@ -1,9 +1,9 @@
 """Throughput of two stages as real processes: our schedules, torch's, asynchronous, and the compute bound.
 
-    python benchmarks/throughput.py [--microbatches 2,4,8] [--repeats 12] [--updates 7]
+    python benchmarks/throughput.py [--microbatches 2,4,8] [--repeats 15] [--updates 6]
 
 All arms run on the same two stages in the same two processes, one thread each, in turn within every repeat. An arm's
-time in a repeat is the mean of its updates without the first and the last, which fill and drain the pipeline. Ratios
+time in a repeat is the median of its updates without the first and the last, which fill and drain the pipeline. Ratios
 are taken within a repeat, whose arms run within seconds of each other, and their median over the repeats is the figure:
 what else the machine does hits both sides alike. Wall clock. For every K of --microbatches:
 
@@ -140,7 +140,7 @@ def measure(rank: int, folder: Path, microbatches: list[int], repeats: int, upda
                 dist.barrier(group=world.control)
                 laps = arms[name](updates)
                 if repeat >= 0:
-                    found[name].append(statistics.mean(laps[1:-1]))
+                    found[name].append(statistics.median(laps[1:-1]))
             if rank == 0 and repeat >= 0:
                 figures = ", ".join(f"{name} {1e3 * found[name][-1]:.1f}" for name in ARMS)
                 print(f"K = {k}, repeat {repeat + 1}, ms: {figures}", flush=True)
@@ -174,8 +174,8 @@ def report(microbatches: int, times: dict[str, list[float]]) -> dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", default="2,4,8", help="numbers of microbatches per update")
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--updates", type=int, default=7, help="updates per arm and repeat")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--updates", type=int, default=6, help="updates per arm and repeat")
     options = parser.parse_args()
     microbatches = [int(k) for k in options.microbatches.split(",")]
     if options.repeats < 1 or options.updates < 3:
