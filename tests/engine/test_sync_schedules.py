@@ -108,16 +108,20 @@ def _even(i: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets.clamp(min=0)  # no padding: every microbatch has as many tokens
 
 
-def _torch_and_ours(world: World, shapes: list[tuple[str, int]]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def _torch_and_ours(
+    world: World, shapes: list[tuple[str, int]], clip: float | None
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """The gradients of this rank after one update: torch's, and ours."""
     found = []
     for name, k in shapes:
         part = toys.cut(world.size)[world.rank]
         module = nn.Sequential(*copy.deepcopy(toys.blocks()[part.start : part.stop]))
-        peer = TorchPipeline(name, module, world.rank, world.size, k, _even, None, toys.loss, k * toys.BATCH)
+        peer = TorchPipeline(name, module, world.rank, world.size, k, _even, None, toys.loss, k * toys.BATCH, clip)
         peer.update()
         steps: list[list[torch.Tensor]] = []
-        ours = toys.distributed(world, microbatches=k, schedule=name, data=_even, optimizer=recorded(toys.sgd, steps))
+        ours = toys.distributed(
+            world, microbatches=k, schedule=name, data=_even, optimizer=recorded(toys.sgd, steps), clip=clip
+        )
         ours.run(toys.work(1, 1))
         ours.begin_phase()
         found.append(([p.grad for p in module.parameters()], steps[0]))
@@ -125,10 +129,11 @@ def _torch_and_ours(world: World, shapes: list[tuple[str, int]]) -> list[tuple[l
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_gradients_equal_those_of_torchs_schedules(stages: int, tmp_path: Any):
+@pytest.mark.parametrize("clip", [None, 0.2], ids=["free", "clipped"])
+def test_gradients_equal_those_of_torchs_schedules(stages: int, clip: float | None, tmp_path: Any):
     shapes = [(name, k) for name in SCHEDULES for k in sorted({1, 2, stages, 2 * stages, 7}) if allows(name, stages, k)]
     assert {name for name, _ in shapes} == set(SCHEDULES)
-    for of_rank in run_world(stages, tmp_path, _torch_and_ours, shapes):
+    for of_rank in run_world(stages, tmp_path, _torch_and_ours, shapes, clip):
         for theirs, ours in of_rank:
             close(ours, theirs)
 
