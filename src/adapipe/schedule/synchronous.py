@@ -1,6 +1,6 @@
 """Synchronous schedules: how the K microbatches of one update go through the pipeline. P = 3, K = 6, F = I = W:
 
-    gpipe   all forwards, then all backwards                              0F0 0F1 0F2 0F3             0B0 ...
+    gpipe   all forwards, then all backwards                              0F0 ... 0F5 0B0 ... 0B5
 
     1f1b    a backward as soon as its gradient can be there; stage s holds at most P-s microbatches
 

@@ -144,12 +144,12 @@ def _walk(
         else:
             running = every
         kinds[position, running] = kind
-        indices[position, running] = done[kind, running]
+        index = done[kind, running]
         if some_split:
-            # Halves belong to the first microbatches and, `whole` of them later, to the last.
-            indices[position, running] += np.where(kind == b, first[running], 0)
-            halves = (kind == i) | (kind == w)
-            indices[position, running] += np.where(halves & (done[kind, running] >= first[running]), whole[running], 0)
+            # Backwards and first halves share one count; second halves pass over the whole backwards between.
+            index = np.where((kind == b) | (kind == i), answered[running], index)
+            index += np.where((kind == w) & (index >= first[running]), whole[running], 0)
+        indices[position, running] = index
         done[kind, running] += 1
         if visit is not None:
             if some_split:

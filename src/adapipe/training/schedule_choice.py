@@ -1,8 +1,8 @@
 """Which synchronous schedule runs: the one that was asked for, or the fastest for the costs that are measured.
 
-All schedules learn the same, so trying them costs nothing but their difference in time: the first synchronous updates
-run 1f1b, for the times of F, B and U, the next ones zb-h1, for those of I and W. Then the cost model says which is
-fastest.
+All schedules learn the same, but for rounding, so trying them costs nothing but their difference in time: the first
+synchronous updates run 1f1b, for the times of F, B and U, the next ones zb-h1, for those of I and W. Then the cost
+model says which is fastest.
 """
 
 from __future__ import annotations
